@@ -1,0 +1,1 @@
+"""The ``deadpool`` command. Nobody imports it; each subcommand is loaded only when it is called."""

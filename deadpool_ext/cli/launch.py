@@ -1,0 +1,80 @@
+"""``deadpool launch``: one node of a job, started once per node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deadpool_ext.cli.local import parse_deadlines
+from deadpool_ext.protocol.types import UsageError
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``. Raises UsageError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"--coordinator {text}: give HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+@click.command(
+    short_help="Be one node of a job on a cluster; started once per node.",
+    epilog="Example, on every node I: deadpool launch --nodes 4 --ranks-per-node 8 --spares 1 --coordinator head:29400 "
+    "--node-id I --secret-file ~/.deadpool-secret -- pretrain_gpt.py --deadpool ARGS...",
+)
+@click.option("--nodes", type=int, required=True, help="Nodes that hold ranks.")
+@click.option("--ranks-per-node", type=int, default=1, show_default=True, help="Ranks on each node.")
+@click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm, that wait to take over.")
+@click.option("--coordinator", required=True, metavar="HOST:PORT", help="Where node 0 can be reached by all nodes.")
+@click.option("--node-id", type=int, required=True, help="0 to nodes + spares - 1; node 0 runs the coordinator.")
+@click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with random content, the same on every node, readable by you alone.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="On node 0: new or empty directory for events, steps and the result.  [default: runs/TIME]",
+)
+@click.option("--host", help="Address of this node for the others.  [default: the one on the route to the coordinator]")
+@click.option("--deadline", "deadlines", multiple=True, metavar="NAME=SECONDS", help="On node 0: change a deadline.")
+@click.option("--preload", multiple=True, hidden=True, help="Import these instead of the trainer.")
+@click.option("--preflight", hidden=True, help="module:function that describes the job.")
+@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def launch(
+    context: click.Context,
+    nodes: int,
+    ranks_per_node: int,
+    spares: int,
+    coordinator: str,
+    node_id: int,
+    secret_file: Path | None,
+    run_dir: Path | None,
+    host: str | None,
+    deadlines: tuple[str, ...],
+    preload: tuple[str, ...],
+    preflight: str | None,
+    script: tuple[str, ...],
+) -> None:
+    """Run this machine as node I of a protected job: SCRIPT with its arguments (after --) on every node."""
+    address = parse_address(coordinator)
+    from deadpool_ext.control import cluster, launcher
+
+    options = cluster.NodeOptions(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        spares=spares,
+        node_id=node_id,
+        coordinator=address,
+        argv=script,
+        secret_file=secret_file,
+        run_dir=run_dir,
+        host=host,
+        deadlines=parse_deadlines(deadlines),
+        preload=preload or launcher.PRELOAD,
+        preflight=preflight or launcher.PREFLIGHT,
+    )
+    context.exit(cluster.run_node(options))

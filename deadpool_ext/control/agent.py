@@ -1,0 +1,404 @@
+"""The agent process of one node: an asyncio shell around :class:`~deadpool_ext.control.agent_state.AgentState`.
+
+Its death is the node's death: fork server, workers and replicator die with it, and the memory it owns goes away.
+Events are handled in the order in which they arrive; effects are carried out one after the other by a single task,
+so that allocating memory (seconds, for large shards) delays neither heartbeats nor messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from deadpool_ext.control import processes
+from deadpool_ext.control.agent_events import (
+    AnnounceArena,
+    ConfigureReplicator,
+    Effect,
+    EnsureSegments,
+    Event,
+    FenceBoard,
+    FetchSeat,
+    ForkWorkers,
+    FreezeReplicator,
+    FromCoordinator,
+    FromWorker,
+    KillWorker,
+    Leave,
+    SendFenceAck,
+    Tick,
+    ToCoordinator,
+    ToWorker,
+    VoidAbove,
+    WorkerEnded,
+    WorkerJoined,
+)
+from deadpool_ext.control.agent_state import EXIT_BROKEN, AgentState
+from deadpool_ext.control.forkserver import (
+    Exited,
+    Forked,
+    ForkServer,
+    ForkServerConfig,
+    ForkServerError,
+    PreloadFailed,
+    ServerReady,
+)
+from deadpool_ext.control.node_memory import NodeMemory
+from deadpool_ext.control.replicator_link import ReplicatorError, ReplicatorLink
+from deadpool_ext.control.wire import Connection, WireError, new_secret
+from deadpool_ext.protocol.messages import (
+    ArenaReady,
+    FenceAck,
+    Heartbeat,
+    Hello,
+    NodeAddress,
+    Welcome,
+    WorkerExited,
+    WorkerHello,
+)
+from deadpool_ext.replication.errors import ArenaMemoryError
+
+EXIT_COORDINATOR_LOST: Final = 3
+TICK_S: Final = 0.1
+RECONNECT_S: Final = 0.1
+DEFAULT_HEARTBEAT_S: Final = 0.5
+DELIVERY_DEADLINE_S: Final = 1.0
+_PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """One node of a job. ``workers`` warm workers are kept; ``host`` is where other nodes reach this one."""
+
+    node: str
+    job_id: str
+    workers: int
+    coordinator: tuple[str, int]
+    secret: bytes = field(repr=False)
+    host: str = "127.0.0.1"
+    preload: tuple[str, ...] = ()
+    connect_deadline_s: float = 30.0
+
+
+@dataclass(slots=True)
+class WorkerLink:
+    """The shell's side of a worker: process and connection."""
+
+    pid: int = 0
+    connection: Connection | None = None
+    receiver: asyncio.Task[None] | None = None
+
+
+class Agent:
+    """The shell. Everything runs on one event loop; only the creation of segments runs on a helper thread."""
+
+    def __init__(
+        self, config: AgentConfig, fork_server: ForkServer, replicator: ReplicatorLink, worker_secret: bytes
+    ) -> None:
+        self._config = config
+        self._fork_server = fork_server
+        self._replicator = replicator
+        self._worker_secret = worker_secret
+        self._socket_name = f"deadpool-{config.job_id}-{config.node}-{secrets.token_hex(8)}"
+        self._memory = NodeMemory()
+        self._state = AgentState(config.node, config.workers, self._memory.board.path)
+        self._workers: dict[str, WorkerLink] = {}
+        self._effects: asyncio.Queue[Effect] = asyncio.Queue()
+        self._coordinator: Connection | None = None
+        self._heartbeat_s = DEFAULT_HEARTBEAT_S
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._left: asyncio.Future[Leave] = asyncio.get_running_loop().create_future()
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Be the node until the job is over; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave, 128 + signal.SIGTERM, "SIGTERM")
+        server = await asyncio.start_unix_server(self._accept_worker, path=f"\0{self._socket_name}")
+        loop.add_reader(self._fork_server.fileno(), self._on_fork_server)
+        loop.add_reader(self._replicator.fileno(), self._on_replicator)
+        for work in (self._carry_out_all(), self._beat(), self._tick(), self._talk_to_coordinator()):
+            self._spawn(work)
+        self._push(self._state.start())
+        try:
+            leave = await self._left
+            if leave.reason and leave.code:
+                print(f"deadpool: node {self._config.node}: {leave.reason}", file=sys.stderr, flush=True)
+            return leave.code
+        finally:
+            loop.remove_reader(self._fork_server.fileno())
+            loop.remove_reader(self._replicator.fileno())
+            server.close()
+            for task in tuple(self._tasks):
+                task.cancel()
+            self._end_processes()
+            if self._coordinator is not None:
+                self._coordinator.close()
+                await self._coordinator.wait_closed()
+            self._memory.close()
+
+    def _end_processes(self) -> None:
+        for pid in processes.descendants(os.getpid()):
+            processes.send_signal(pid, signal.SIGKILL)
+        self._fork_server.close()
+        self._replicator.close()
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)
+            self._leave(EXIT_BROKEN, f"internal error in the agent: {error!r}")
+
+    def _leave(self, code: int, reason: str) -> None:
+        if not self._left.done():
+            self._left.set_result(Leave(code=code, reason=reason))
+
+    def _handle(self, event: Event) -> None:
+        self._push(self._state.handle(event, time.monotonic()))
+
+    def _push(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._effects.put_nowait(effect)
+
+    async def _beat(self) -> None:
+        while True:
+            if self._coordinator is not None:
+                self._coordinator.send(Heartbeat(node=self._config.node))
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _tick(self) -> None:
+        while True:
+            self._handle(Tick())
+            await asyncio.sleep(TICK_S)
+
+    # ---- coordinator -----------------------------------------------------------------------------------------------
+
+    async def _talk_to_coordinator(self) -> None:
+        try:
+            connection, address = await self._join()
+            connection.send(
+                Hello(node=self._config.node, pid=os.getpid(), workers=self._config.workers, address=address)
+            )
+            self._coordinator = connection
+            while True:
+                message = await connection.receive()
+                if isinstance(message, Welcome):
+                    self._heartbeat_s = message.job.options.get("heartbeat_s", DEFAULT_HEARTBEAT_S)
+                self._handle(FromCoordinator(message=message))
+        except (WireError, OSError, TimeoutError) as error:
+            # What it said last (Refused, Shutdown) is still in the queue and comes first.
+            self._effects.put_nowait(Leave(code=EXIT_COORDINATOR_LOST, reason=f"the coordinator is gone: {error}"))
+
+    async def _join(self) -> tuple[Connection, NodeAddress]:
+        async with asyncio.timeout(self._config.connect_deadline_s):
+            host, port = await self._replicator.listening()
+            while True:
+                try:
+                    reader, writer = await asyncio.open_connection(*self._config.coordinator)
+                    break
+                except OSError:  # started before the coordinator, or its machine is not reachable yet
+                    await asyncio.sleep(RECONNECT_S)
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = await Connection.open(reader, writer, self._config.secret, client=True)
+        return connection, NodeAddress(node=self._config.node, host=host, port=port)
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link: WorkerLink | None = None
+        try:
+            pid = _peer_of_same_user(writer.get_extra_info("socket"))
+            connection = await Connection.open(reader, writer, self._worker_secret, client=False)
+            hello = await connection.receive()
+            if not isinstance(hello, WorkerHello) or hello.pid != pid:
+                raise WireError("not a worker")
+            link = self._workers.setdefault(hello.token, WorkerLink())
+            link.pid, link.connection, link.receiver = pid, connection, asyncio.current_task()
+            self._handle(WorkerJoined(token=hello.token, pid=pid, start_ticks=processes.start_ticks(pid)))
+            while True:
+                self._handle(FromWorker(token=hello.token, message=await connection.receive()))
+        except WireError:
+            pass  # its end is reported by the fork server, a stranger is of no interest
+        finally:
+            if link is not None:
+                link.connection = None
+            writer.close()
+
+    def _on_fork_server(self) -> None:
+        try:
+            reports = self._fork_server.reports()
+        except ForkServerError as error:
+            asyncio.get_running_loop().remove_reader(self._fork_server.fileno())
+            self._leave(EXIT_BROKEN, str(error))
+            return
+        for report in reports:
+            match report:
+                case ServerReady():
+                    if report.threads != 1:
+                        print(
+                            f"deadpool: node {self._config.node}: the fork server has {report.threads} threads after "
+                            "its imports; workers may inherit locks that are held",
+                            file=sys.stderr,
+                        )
+                case PreloadFailed():
+                    self._leave(EXIT_BROKEN, f"a preload failed: {report.detail}")
+                case Forked():
+                    self._workers.setdefault(report.token, WorkerLink()).pid = report.pid
+                case Exited():
+                    self._spawn(self._worker_exited(report))
+
+    async def _worker_exited(self, report: Exited) -> None:
+        token = next((token for token, link in self._workers.items() if link.pid == report.pid), None)
+        if token is None:
+            return
+        link = self._workers[token]
+        if link.receiver is not None:
+            # What it sent before its end comes first. Bounded: a process it started may hold the connection open.
+            await asyncio.wait({link.receiver}, timeout=DELIVERY_DEADLINE_S)
+        del self._workers[token]
+        self._kill_orphans()
+        self._handle(WorkerEnded(token=token, status=report.status))
+
+    def _kill_orphans(self) -> None:
+        """End what a dead worker left behind: it is our child now (see :func:`processes.adopt_orphans`)."""
+        known = {self._fork_server.pid, self._replicator.pid}
+        for pid in processes.children(os.getpid()):
+            if pid not in known:
+                processes.kill_tree(pid)
+                processes.reap(pid)
+
+    # ---- replicator ------------------------------------------------------------------------------------------------
+
+    def _on_replicator(self) -> None:
+        try:
+            for item in self._replicator.events():
+                if isinstance(item, ToCoordinator):
+                    self._push([item])
+                else:
+                    self._handle(item)
+        except ReplicatorError as error:
+            asyncio.get_running_loop().remove_reader(self._replicator.fileno())
+            self._leave(EXIT_BROKEN, str(error))
+
+    # ---- effects ---------------------------------------------------------------------------------------------------
+
+    async def _carry_out_all(self) -> None:
+        refused = False
+        while True:
+            effect = await self._effects.get()
+            if refused and not isinstance(effect, ToCoordinator | Leave):
+                continue
+            try:
+                await self._carry_out(effect)
+            except ArenaMemoryError as error:
+                refused = True  # what follows needs the memory that is not there
+                self._refuse_memory(error)
+
+    async def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case ToCoordinator():
+                self._send(effect.message)
+            case ToWorker():
+                self._send_worker(effect.token, effect.message)
+            case ForkWorkers():
+                with contextlib.suppress(ForkServerError):  # its end is reported on its own
+                    self._fork_server.fork_workers(effect.tokens, self._socket_name)
+            case KillWorker():
+                if (link := self._workers.get(effect.token)) is not None and link.pid:
+                    processes.kill_tree(link.pid)
+            case FenceBoard():
+                self._memory.board.fence(effect.generation)
+            case FreezeReplicator():
+                self._replicator.freeze(effect.generation)
+            case EnsureSegments():
+                await asyncio.to_thread(self._memory.ensure, effect)
+            case VoidAbove():
+                self._memory.void_above(effect.version)
+            case ConfigureReplicator():
+                self._replicator.configure(effect.replicate, self._memory, self._state.job)
+            case FetchSeat():
+                self._replicator.fetch(effect, self._memory)
+            case AnnounceArena():
+                path = self._memory.own[effect.rank].path
+                ready = ArenaReady(generation=effect.generation, rank=effect.rank, segment_path=path)
+                self._send_worker(effect.token, ready)
+            case SendFenceAck():
+                own, hosted = self._memory.inventory()
+                self._send(
+                    FenceAck(
+                        node=self._config.node,
+                        generation=effect.generation,
+                        workers=effect.workers,
+                        own=own,
+                        hosted=hosted,
+                    )
+                )
+            case Leave():
+                self._leave(effect.code, effect.reason)
+
+    def _send(self, message: object) -> None:
+        if self._coordinator is not None:
+            self._coordinator.send(message)
+
+    def _send_worker(self, token: str, message: object) -> None:
+        link = self._workers.get(token)
+        if link is not None and link.connection is not None:
+            link.connection.send(message)
+
+    def _refuse_memory(self, error: ArenaMemoryError) -> None:
+        """The job cannot run here: said as a worker's own error, so that it ends with this line (and is refused)."""
+        self._send(
+            WorkerExited(
+                rank=self._state.first_rank(),
+                generation=self._state.generation,
+                status=1,
+                script_error=f"node {self._config.node}: {error}",
+            )
+        )
+
+
+def _peer_of_same_user(sock: socket.socket) -> int:
+    """Pid at the other end of a unix socket. Raises WireError if it belongs to another user."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+    if uid != os.getuid():
+        raise WireError(f"a process of user {uid} tried to connect as a worker")
+    return int(pid)
+
+
+def run_agent(config: AgentConfig) -> int:
+    """Process main of a node. Call in a single-threaded process; returns the exit code when the job is over."""
+    processes.name_process(f"dp-agent {config.node}")
+    worker_secret = new_secret()
+    # Both are forked before the event loop and any thread exist.
+    fork_server = ForkServer.start(
+        ForkServerConfig(node=config.node, secret=worker_secret, preload=config.preload, host=config.host)
+    )
+    replicator = ReplicatorLink.start(config.host, config.secret, config.node, close=fork_server)
+    processes.adopt_orphans()
+
+    async def main() -> int:
+        return await Agent(config, fork_server, replicator, worker_secret).run()
+
+    return asyncio.run(main())

@@ -1,0 +1,296 @@
+"""From a failure to the fence: what is lost, who takes over, and the new generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deadpool_ext.protocol import ending, forming
+from deadpool_ext.protocol.effects import Disconnect
+from deadpool_ext.protocol.messages import CollectiveFailed, Fence, FetchFailed, Shutdown, WorkerExited
+from deadpool_ext.protocol.plan import BadCopy
+from deadpool_ext.protocol.records import Failure
+from deadpool_ext.protocol.recovery import Recovery
+from deadpool_ext.protocol.state import Job, State
+from deadpool_ext.protocol.types import NodeId, Rank
+
+
+def lose(job: Job, nodes: Sequence[NodeId], reason: str, now: float, *, evidence: str, fruitless: bool = False) -> None:
+    """Nodes are gone, or are given up: remove them, then do what the state asks for.
+
+    ``evidence``: ``connection`` (it ended), ``silence`` (no heartbeat) or the name of a deadline or limit.
+    ``fruitless``: the loss is our decision after failures that may well return.
+    """
+    lost: dict[NodeId, tuple[Rank, ...]] = {}
+    failures: list[Failure] = []
+    for node in nodes:
+        if evidence != "connection":
+            job.send([node], Shutdown(code=3, reason=f"given up: {reason}"))
+            job.out.append(Disconnect(node=node))
+        seats = job.members.remove(node, reason)
+        for kind in ("construct", "warm", "fence"):
+            job.timers.cancel(f"{kind}:{node}")
+        if not seats:
+            job.log("spare_left", node=node, reason=reason, spares=len(job.members.spares))
+            continue
+        lost[node] = seats
+        failures.append(
+            Failure(
+                kind="node_lost",
+                node=node,
+                reason=f"lost node {node}: {reason}",
+                permanent=True,
+                evidence=evidence,
+                detected_at=now,
+                blameless=not fruitless,
+            )
+        )
+    if job.state is State.FORMING:
+        forming.on_lost_forming(job, list(nodes), reason, now)
+    elif not lost:
+        return
+    elif job.state is State.STARTING:
+        for failure in failures:
+            job.note_failure(failure)
+        names, seats = ", ".join(lost), tuple(rank for held in lost.values() for rank in held)
+        ending.stop(job, 3, f"lost node {names} during set-up, before a version was committed ({reason})", seats)
+    elif job.state is State.FINISHING:
+        ending.on_lost_at_end(job, lost, failures, now)
+    else:
+        begin_recovery(job, failures, now)
+
+
+def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
+    """Open a new generation: fill the seats of lost nodes, fence survivors, fork dead workers again.
+
+    Used in every state between the commit of the initial version and Finish; a recovery under way starts over.
+    """
+    job.generation += 1
+    for failure in failures:
+        job.note_failure(failure)
+    recovery = _measure(job, failures, now)
+    limits = {
+        node: max(now + job.config.deadlines.fence_s, job.timers.at(f"construct:{node}") or now)
+        for node in job.members.members
+    }
+    job.timers.keep_only(("fault", "group"))
+    job.suspicion, job.script_error = None, ""
+    if not any(failure.blameless for failure in failures):
+        job.fruitless += 1
+        if job.fruitless > job.config.fruitless_limit:
+            ending.stop(
+                job, 4, f"{job.fruitless} restarts in a row without a new step; the last one: {failures[0].reason}"
+            )
+            return
+    lost = [node for node in job.members.active if node not in job.members.members]
+    for node in lost:
+        job.log("node_lost", node=node, seats=list(job.members.seats_of(node)), reason=job.members.gone.get(node, ""))
+    spares = job.members.spares
+    if len(spares) < len(lost):
+        bare = tuple(rank for node in lost[len(spares) :] for rank in job.members.seats_of(node))
+        ending.stop(
+            job,
+            3,
+            f"no spare node is left for seats {list(bare)} of {', '.join(lost[len(spares) :])} "
+            f"(lost: {', '.join(lost)}; spares: {len(spares)})",
+            bare,
+        )
+        return
+    survivors = [node for node in job.members.active if node not in lost]
+    recovery.fencing = {node for node in survivors if job.members.members[node].assigned}
+    if not recovery.fencing:
+        seats = tuple(range(job.config.job.layout.world_size))
+        ending.stop(job, 3, "no node that holds any state is left", seats)
+        return
+    job.state = State.FENCING
+    reason = "; ".join(failure.reason for failure in failures)
+    job.log("fence", reason=reason, lost_nodes=lost, survivors=survivors)
+    job.send(
+        [node for node in survivors if node in recovery.fencing],
+        Fence(generation=job.generation, reason=reason, lost_nodes=tuple(lost)),
+    )
+    for node, spare in zip(lost, spares, strict=False):
+        seats = job.members.seats_of(node)
+        job.members.replace(node, spare)
+        recovery.new_workers.update(seats)
+        job.assign(spare, seats, now, solo=True)
+    for node in survivors:
+        if node not in recovery.fencing:  # chosen in an older generation and not warm yet
+            recovery.new_workers.update(job.members.seats_of(node))
+            job.assign(node, job.members.seats_of(node), now, solo=True)
+    dead = {failure.rank for failure in failures if failure.kind == "worker_exited" and failure.rank is not None}
+    for node in recovery.fencing:
+        again = tuple(rank for rank in job.members.seats_of(node) if rank in dead or rank in job.exited)
+        if again:
+            refork(job, node, again, now)
+    for node in recovery.fencing:
+        # A newcomer unwinds when it is through set-up: it keeps the time that it had for that.
+        job.timers.start(f"fence:{node}", limits[node])
+    job.log("generation_start", seats={node: list(job.members.seats_of(node)) for node in job.members.active})
+    if not job.degraded:
+        job.degraded = True
+        job.log("degraded", reason=reason, seats=sorted(recovery.new_workers))
+
+
+def _measure(job: Job, failures: list[Failure], now: float) -> Recovery:
+    detected = min(failure.detected_at for failure in failures)
+    if job.recovery is not None and not job.recovery.done:
+        recovery = job.recovery
+        recovery.restart(job.generation, now)
+    else:
+        struck = [job.strikes.time_of(failure.node) for failure in failures if failure.kind == "node_lost"]
+        recovery = job.recovery = Recovery(
+            generation=job.generation,
+            failed_at=min([detected, *(at for at in struck if at is not None)]),
+            detected_at=detected,
+            first_fence_at=now,
+            fence_at=now,
+        )
+    recovery.failures.extend(failures)
+    return recovery
+
+
+def refork(job: Job, node: NodeId, ranks: tuple[Rank, ...], now: float) -> None:
+    """Have a healthy node fork these seats' workers again."""
+    recovery = job.recovery
+    assert recovery is not None
+    recovery.new_workers.update(ranks)
+    recovery.constructed.difference_update(ranks)
+    job.assign(node, ranks, now, solo=True)
+
+
+def on_exit(job: Job, node: NodeId, message: WorkerExited, now: float) -> None:
+    """A worker ended between the initial version and Finish.
+
+    While running, a script error gets a grace, since it may be the echo of a death that is not known yet; during a
+    recovery it counts as a death like any other. An exit with status 0 while running is the script's own end.
+    """
+    if job.state is State.RUNNING and message.script_error:
+        job.script_error = job.script_error or message.script_error
+        job.exited.add(message.rank)
+        if not job.timers.running("grace"):
+            job.timers.start("grace", now + job.config.deadlines.collective_grace_s)
+        return
+    if job.state is State.RUNNING and message.status == 0:
+        ending.note_clean_exit(job, message.rank, now)
+        return
+    if job.script_error:
+        job.exited.add(message.rank)  # the grace decides
+        return
+    how = message.script_error or f"status {message.status}"
+    reason = f"the worker of seat {message.rank} on {node} ended ({how})"
+    if _worn_out(job, node, now):
+        limit = f"{job.config.transient_limit} worker deaths within {job.config.transient_window_s:g} s"
+        lose(job, [node], f"{limit}: {reason}", now, evidence="repeated transients", fruitless=True)
+        return
+    failure = Failure(
+        kind="worker_exited",
+        node=node,
+        rank=message.rank,
+        reason=reason,
+        permanent=False,
+        evidence="process exit",
+        detected_at=now,
+    )
+    if job.state is State.FENCING:
+        # Nothing is planned yet: the seat joins those that are forked again, and this generation goes on.
+        job.note_failure(failure)
+        assert job.recovery is not None
+        job.recovery.failures.append(failure)
+        refork(job, node, (message.rank,), now)
+    else:
+        begin_recovery(job, [failure], now)
+
+
+def _worn_out(job: Job, node: NodeId, now: float) -> bool:
+    """Count a transient on ``node``; True if there were too many lately and a spare could take over."""
+    since = now - job.config.transient_window_s
+    times = [at for at in job.transients.get(node, []) if at >= since] + [now]
+    job.transients[node] = times
+    return len(times) >= job.config.transient_limit and bool(job.members.spares)
+
+
+def on_collective_failed(job: Job, node: NodeId, message: CollectiveFailed, now: float) -> None:
+    """A worker left a collective: usually the echo of a death, which gets its time to become known."""
+    if job.suspicion is None:
+        job.suspicion = (now, f"seat {message.rank} on {node} left a collective: {message.detail}")
+    if not job.timers.running("grace"):
+        job.timers.start("grace", now + job.config.deadlines.collective_grace_s)
+
+
+def on_grace_over(job: Job, subject: str, now: float) -> None:
+    """Nothing died: the script failed by itself, or both ends of a broken connection are healthy."""
+    if job.script_error:
+        ending.stop(job, 1, job.script_error)
+        return
+    since, what = job.suspicion or (now, "a collective failed")
+    begin_recovery(
+        job,
+        [
+            Failure(
+                kind="collective_failed",
+                reason=what,
+                permanent=False,
+                evidence=f"no loss within {job.config.deadlines.collective_grace_s:g} s",
+                detected_at=since,
+            )
+        ],
+        now,
+    )
+
+
+def on_fetch_failed(job: Job, node: NodeId, message: FetchFailed, now: float) -> None:
+    """A copy is no good: never use it again, and plan anew."""
+    recovery = job.recovery
+    assert recovery is not None and recovery.plan is not None
+    bad = BadCopy(node=message.source_node, rank=message.rank, version=recovery.plan.target)
+    job.bad_copies.add(bad)
+    job.log(
+        "corruption_detected",
+        node=message.source_node,
+        rank=message.rank,
+        version=bad.version.v,
+        lineage=bad.version.lineage,
+        reason=message.detail,
+    )
+    begin_recovery(
+        job,
+        [
+            Failure(
+                kind="copy_failed",
+                node=message.source_node,
+                rank=message.rank,
+                reason=f"the replica of seat {message.rank} on {message.source_node} was refused: {message.detail}",
+                permanent=False,
+                evidence="verification",
+                detected_at=now,
+            )
+        ],
+        now,
+    )
+
+
+def on_deadline(job: Job, what: str, now: float) -> None:
+    """Something shared did not end in time and nobody in particular is to blame: another generation, bounded."""
+    begin_recovery(
+        job,
+        [Failure(kind="deadline", reason=what, permanent=False, evidence="deadline", detected_at=now)],
+        now,
+    )
+
+
+def on_fence_over(job: Job, node: NodeId, now: float) -> None:
+    """A node that did not acknowledge the fence is given up."""
+    limit = job.config.deadlines.fence_s
+    lose(job, [node], f"no acknowledgement of the fence within {limit:g} s", now, evidence="fence_s", fruitless=True)
+
+
+def on_construct_over(job: Job, node: str, now: float) -> None:
+    """A newcomer did not get through set-up in time."""
+    limit = job.config.deadlines.construct_s
+    lose(job, [node], f"set-up not done within {limit:g} s", now, evidence="construct_s", fruitless=True)
+
+
+def on_warm_over(job: Job, node: str, now: float) -> None:
+    """A spare that was needed did not get warm in time."""
+    limit = job.config.deadlines.spare_wait_s
+    lose(job, [node], f"not warm within {limit:g} s", now, evidence="spare_wait_s", fruitless=True)

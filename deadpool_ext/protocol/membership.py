@@ -1,0 +1,99 @@
+"""Who is in the job: nodes, the seats they fill, spares, and names that may not come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deadpool_ext.protocol.layout import node_key
+from deadpool_ext.protocol.messages import Hello, NodeAddress
+from deadpool_ext.protocol.types import Layout, NodeId, Rank, invariant
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One connected node."""
+
+    node: NodeId
+    pid: int
+    address: NodeAddress
+    last_heard: float  # monotonic seconds
+    ready: bool = False  # its workers are warm
+    assigned: bool = False  # it was told to seat workers, so it has something to fence
+
+
+class Membership:
+    """Members and seats. Plain bookkeeping: it decides only which spare comes next."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.members: dict[NodeId, Member] = {}
+        self.seat_nodes: list[NodeId] = []  # index: rank; empty until the job starts
+        self.gone: dict[NodeId, str] = {}  # nodes that held seats and were lost: their names never come back
+
+    def refusal(self, hello: Hello) -> str | None:
+        """Why a node may not join, or None."""
+        if hello.node in self.members:
+            return f"a node named {hello.node} is a member already"
+        if hello.node in self.gone:
+            return f"node {hello.node} was given up ({self.gone[hello.node]}); join under another name"
+        if hello.workers < self.layout.ranks_per_node:
+            return f"{hello.workers} workers, but a node of this job fills {self.layout.ranks_per_node} seats"
+        return None
+
+    def admit(self, hello: Hello, now: float) -> Member:
+        """Add a node that :meth:`refusal` has nothing against."""
+        invariant(self.refusal(hello) is None, f"node {hello.node} admitted although it must be refused")
+        member = Member(node=hello.node, pid=hello.pid, address=hello.address, last_heard=now)
+        self.members[hello.node] = member
+        return member
+
+    def remove(self, node: NodeId, reason: str) -> tuple[Rank, ...]:
+        """Drop a member; returns the seats it leaves empty. A node that held seats may not come back."""
+        seats = self.seats_of(node)
+        del self.members[node]
+        if seats:
+            self.gone[node] = reason
+        return seats
+
+    def seat(self, nodes: list[NodeId]) -> None:
+        """Fill all seats for the first time, ``nodes`` in order of their first seat."""
+        invariant(not self.seat_nodes, "seats are filled once")
+        width = self.layout.ranks_per_node
+        self.seat_nodes = [nodes[rank // width] for rank in range(self.layout.world_size)]
+
+    def replace(self, lost: NodeId, spare: NodeId) -> None:
+        """All seats of ``lost`` go to ``spare``."""
+        invariant(spare in self.members and spare not in self.seat_nodes, f"{spare} is no spare")
+        self.seat_nodes = [spare if node == lost else node for node in self.seat_nodes]
+
+    def seats_of(self, node: NodeId) -> tuple[Rank, ...]:
+        """Seats that ``node`` fills, ascending; empty for a spare."""
+        return tuple(rank for rank, holder in enumerate(self.seat_nodes) if holder == node)
+
+    @property
+    def active(self) -> list[NodeId]:
+        """Nodes that fill seats, in order of their first seat (a lost one included until it is replaced)."""
+        return list(dict.fromkeys(self.seat_nodes))
+
+    @property
+    def spares(self) -> list[NodeId]:
+        """Nodes without a seat in the order in which they are used: warm ones first, then natural order of names."""
+        free = [node for node in self.members if node not in self.seat_nodes]
+        return sorted(free, key=lambda node: (not self.members[node].ready, node_key(node)))
+
+    def in_order(self, *, ready: bool = False) -> list[NodeId]:
+        """Members in natural order of their names; ``ready``: only warm ones."""
+        return sorted((name for name, member in self.members.items() if member.ready or not ready), key=node_key)
+
+    def addresses(self) -> tuple[NodeAddress, ...]:
+        """Replicators of the active nodes, in order of their first seat."""
+        return tuple(self.members[node].address for node in self.active)
+
+    def silent(self, now: float, timeout_s: float) -> list[NodeId]:
+        """Members not heard of for ``timeout_s``."""
+        return [name for name in self.in_order() if now - self.members[name].last_heard >= timeout_s]
+
+    def shift(self, seconds: float) -> None:
+        """Forgive everybody ``seconds`` of silence: nobody was listening."""
+        for member in self.members.values():
+            member.last_heard += seconds

@@ -1,0 +1,1 @@
+"""Host arena, copy engine, gate, and the replicator process with its transports. Never imports torch."""

@@ -1,0 +1,1 @@
+"""How slots travel between nodes."""

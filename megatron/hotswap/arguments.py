@@ -1,0 +1,120 @@
+"""Deadpool's own arguments, and one-line errors for everybody's."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Never
+
+from deadpool_ext.protocol.types import UsageError
+from megatron.hotswap import refusals
+
+# Set, to anything, in the environment of a process that a Deadpool agent forked to fill a seat.
+WORKER_ENVIRONMENT = "DEADPOOL_WORKER"
+
+# Flags of upstream's parser that belong to other entry scripts of upstream's.
+OTHER_SCRIPTS = {
+    "perform_rl_step": "--perform-rl-step",
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "logits_load_dir": "--logits-load-dir",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "vision_pretraining": "--vision-pretraining",
+}
+
+ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def requested(argv: list[str]) -> bool:
+    """Whether the command line asks for protection: ``--deadpool`` or any ``--deadpool-*``."""
+    return any(word == "--deadpool" or word.startswith("--deadpool-") for word in argv)
+
+
+def in_worker() -> bool:
+    """Whether this process is one that a Deadpool agent started."""
+    return WORKER_ENVIRONMENT in os.environ
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the argument group ``deadpool`` to upstream's parser."""
+    group = parser.add_argument_group(
+        title="deadpool", description="Survive the loss of nodes. Needs `deadpool local` or `deadpool launch`."
+    )
+    group.add_argument(
+        "--deadpool",
+        action="store_true",
+        help="Protect the job: copies of every rank's state are kept on a peer node while steps compute, and a spare "
+        "takes over from a lost node. Default: off, and then nothing of Deadpool is loaded.",
+    )
+    group.add_argument(
+        "--deadpool-snapshot-params",
+        action="store_true",
+        help="Also keep copies of the model parameters (parameter count times the training dtype's bytes more per "
+        "rank and version). Default: off; they are rebuilt from the optimizer's fp32 copy.",
+    )
+    return parser
+
+
+def provide(extra: ExtraArguments | None = None) -> ExtraArguments:
+    """What upstream's parser takes as ``extra_args_provider``: ours, the CPU's defaults, then ``extra``.
+
+    Errors of the parser, and flags that cannot work here, become :class:`UsageError` instead of some thousand lines
+    of usage or an assertion deep in upstream.
+    """
+
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        from megatron.hotswap.device import defaults, installed
+
+        parser = add_arguments(parser)
+        if installed():
+            defaults.set_defaults(parser)
+        if extra is not None:
+            parser = extra(parser)
+        parse = parser.parse_args
+
+        def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
+            parsed: argparse.Namespace = parse(*args, **kwargs)
+            if parsed.deadpool_snapshot_params:
+                parsed.deadpool = True
+            for name, flag in OTHER_SCRIPTS.items():
+                if getattr(parsed, name, None):
+                    raise UsageError(f"{flag} is not for this script: use upstream's own entry script for it")
+            if installed():
+                defaults.check(parsed)
+            if parsed.deadpool:
+                refusals.check(parsed)
+            return parsed
+
+        parser.error = _raise_usage_error  # type: ignore[method-assign]
+        parser.parse_args = parse_and_check  # type: ignore[method-assign,assignment]
+        return parser
+
+    return add
+
+
+def _raise_usage_error(message: str) -> Never:
+    raise UsageError(message)
+
+
+@contextlib.contextmanager
+def refused_by_upstream() -> Iterator[None]:
+    """Turn what upstream's validation raises on a user's mistake into a :class:`UsageError` of one line.
+
+    Upstream says no by assertions, often without a text: then the line is the assertion itself.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError, TypeError, RuntimeError, OSError, ImportError, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise  # --help
+        text = " ".join(str(error).split())
+        if not text or isinstance(error, SystemExit):
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"
+        raise UsageError(f"upstream refuses these arguments: {text}") from error

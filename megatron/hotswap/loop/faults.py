@@ -1,0 +1,84 @@
+"""Places in the trainer where an armed fault stops the process so that it can be hit from outside.
+
+Nothing is installed for phases that no fault of the job names, so that an ordinary run executes none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args
+from megatron.training import training as upstream
+
+from megatron.hotswap.state.metadata import TrainerState
+from megatron.hotswap.state.shards import leaf_optimizers
+
+FaultPoint = Callable[[str, int], None]
+
+
+class TrainerFaults:
+    """Puts fault points into forward, backward, gradient sync and optimizer of one trainer."""
+
+    def __init__(self, phases: frozenset[str], point: FaultPoint) -> None:
+        """``phases`` that any fault of the job names; ``point(phase, step)`` blocks until killed if one matches."""
+        self._phases = phases
+        self._point = point
+        self._microbatch = 0
+
+    def reach(self, phase: str, step: int | None = None) -> None:
+        """Announce ``phase`` of the 1-based iteration ``step`` (default: the one being computed)."""
+        if phase in self._phases:
+            self._point(phase, get_args().curr_iteration + 1 if step is None else step)
+
+    def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap upstream's forward step function; the second microbatch counts, or the only one."""
+        if not self._phases & {"forward", "eval"}:
+            return original
+
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                if self._microbatch % get_num_microbatches() == min(1, get_num_microbatches() - 1):
+                    self.reach("forward")
+                self._microbatch += 1
+            else:
+                self.reach("eval", get_args().curr_iteration + 1)
+            return original(*args, **kwargs)
+
+        return forward_step
+
+    def restart(self) -> None:
+        """Forget the microbatch count of an interrupted step."""
+        self._microbatch = 0
+
+    def install(self, state: TrainerState) -> None:
+        """Hook backward, gradient sync and the gap between Adam and the copy to model parameters, where armed."""
+        if "backward" in self._phases:
+            for chunk in state.model:
+                get_attr_wrapped_model(chunk, "decoder").layers[0].register_forward_hook(self._hook_backward)
+        if "grad_sync" in self._phases:
+            finalize = state.config.finalize_model_grads_func or upstream.finalize_model_grads
+
+            def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+                self.reach("grad_sync")
+                return finalize(*args, **kwargs)
+
+            state.config.finalize_model_grads_func = finalize_model_grads
+        if "optimizer" in self._phases:
+            for leaf in leaf_optimizers(state.optimizer):
+                leaf._copy_main_params_to_model_params = self._before(leaf._copy_main_params_to_model_params)
+
+    def _before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def copy_main_params_to_model_params(*args: Any, **kwargs: Any) -> Any:
+            self.reach("optimizer")
+            return original(*args, **kwargs)
+
+        return copy_main_params_to_model_params
+
+    def _hook_backward(self, module: Any, inputs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.reach("backward"))

@@ -1,0 +1,1 @@
+"""Everything that Deadpool changes in upstream: the registry (how) and the table (what and why)."""

@@ -1,0 +1,51 @@
+"""``pretrain_gpt.py --deadpool``: ties the launcher's session to upstream's trainer. Imported only under protection."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deadpool_ext.comm.registry import Communicators
+from deadpool_ext.comm.torch_patch import patch_torch
+from deadpool_ext.control import session as control
+from deadpool_ext.protocol.types import UsageError
+from megatron.hotswap.loop.worker import ResilientWorker
+from megatron.hotswap.newcomer import replay_set_up
+from megatron.hotswap.patches.registry import apply
+from megatron.hotswap.patches.table import PATCHES
+from megatron.hotswap.versions import MEGATRON
+
+SABOTAGE_VARIABLE = "DEADPOOL_TEST_SABOTAGE"  # names of resets and restores to leave out: tests of the tests only
+
+
+def protect(launch: Callable[[], Any]) -> None:
+    """Run ``launch`` (which calls upstream's ``pretrain``) under protection; returns when every rank has finished.
+
+    Raises :class:`UsageError` when no launcher started this process.
+    """
+    session = control.current()
+    if session is None:
+        raise UsageError(
+            "--deadpool needs a launcher: start it with `deadpool local ... -- pretrain_gpt.py --deadpool ...` on one "
+            "machine or with `deadpool launch ...` on every node"
+        )
+    sabotage = frozenset(filter(None, os.environ.get(SABOTAGE_VARIABLE, "").split(",")))
+    communicators = Communicators(rank=session.rank, world_size=session.world_size)
+    patch_torch(communicators)
+    worker = ResilientWorker(session, communicators, sabotage)
+    if sabotage:
+        session.emit("warning", text=f"sabotaged for a test: {', '.join(sorted(sabotage))}")
+    apply(PATCHES, worker, MEGATRON)
+    replay_set_up(worker)
+    worker.connect_first()
+    leaving: SystemExit | None = None
+    try:
+        launch()
+    except SystemExit as exit_request:
+        if exit_request.code:
+            raise
+        leaving = exit_request
+    worker.finish()
+    if leaving is not None:
+        raise leaving

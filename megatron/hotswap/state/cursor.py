@@ -1,0 +1,116 @@
+"""The data cursor: upstream's data iterators are rewound in place, and every microbatch they yield is hashed.
+
+The iterator objects that upstream's ``pretrain()`` holds keep their identity, so that evaluation after training sees
+the rewound ones too. Datasets are kept; only samplers and loaders are rebuilt, which issues no collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.training import get_args
+from megatron.training.training import cyclic_iter
+
+from deadpool_ext.protocol.types import DeadpoolError
+
+_SPLITS = ("train", "valid", "test")
+
+
+class CursorError(DeadpoolError):
+    """Upstream built its data iterators in a way that the cursor does not know."""
+
+
+class SampleRecord:
+    """Hash chain over the microbatches of finished iterations, plus those of the iteration under way."""
+
+    def __init__(self) -> None:
+        self._pending = hashlib.blake2b(digest_size=8)
+        self._any = False
+
+    def add(self, batch: Any) -> None:
+        """Take in one microbatch: the bytes of its token and label tensors."""
+        if isinstance(batch, dict):
+            for key in ("tokens", "labels"):
+                value = batch.get(key)
+                if isinstance(value, torch.Tensor):
+                    self._pending.update(value.contiguous().cpu().numpy().tobytes())
+                    self._any = True
+
+    def close(self, chain: str) -> str:
+        """The chain value after this iteration; a rank that reads no data keeps the empty chain."""
+        closed = hashlib.blake2b(bytes.fromhex(chain) + self._pending.digest(), digest_size=8).hexdigest()
+        closed = closed if self._any else chain
+        self.clear()
+        return closed
+
+    def clear(self) -> None:
+        """Forget the iteration under way."""
+        self._pending = hashlib.blake2b(digest_size=8)
+        self._any = False
+
+
+class _Watched:
+    """An iterator that shows each item to ``seen`` before handing it on; ``before`` runs ahead of each fetch."""
+
+    def __init__(self, inner: Iterator[Any], before: Callable[[], Any], seen: Callable[[Any], None]) -> None:
+        self._inner = inner
+        self._before = before
+        self._seen = seen
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        with self._before():
+            item = next(self._inner)
+        self._seen(item)
+        return item
+
+
+class DataCursor:
+    """Rewinds the three data iterators of a rank (absent ones stay absent)."""
+
+    def __init__(self, fetching: Callable[[], Any]) -> None:
+        """``fetching()`` returns a context manager around each fetch of training data (interruptible, fault point)."""
+        self.samples = SampleRecord()
+        self._fetching = fetching
+        self._datasets: list[Any] = []
+        self._iterators: tuple[Any, ...] = ()
+        self._build_loader: Callable[[Any, int], Any] | None = None
+
+    def saw_loader(self, build: Callable[[Any, int], Any], dataset: Any) -> None:
+        """Note a dataset that upstream builds a loader for (train, valid, test, in this order)."""
+        self._build_loader = build
+        self._datasets.append(dataset)
+
+    def saw_iterators(self, iterators: tuple[Any, Any, Any]) -> None:
+        """Note upstream's iterators, and watch the training one."""
+        present = [iterator for iterator in iterators if iterator is not None]
+        if any(isinstance(iterator, list) for iterator in present) or (self._datasets and len(self._datasets) != 3):
+            raise CursorError("several validation sets are not supported with --deadpool yet: use one")
+        self._iterators = iterators
+        if iterators[0] is not None:
+            iterators[0].iterable = self._watch(iterators[0].iterable)
+
+    def _watch(self, inner: Iterator[Any]) -> _Watched:
+        return _Watched(inner, self._fetching, self.samples.add)
+
+    def rewind(self) -> None:
+        """Rebuild loaders at the consumed-sample counts in upstream's arguments; call before RNG is restored."""
+        args = get_args()
+        self.samples.clear()
+        starts = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+        for split, start, iterator in zip(_SPLITS, starts, self._iterators, strict=False):
+            if iterator is None:
+                continue
+            if self._build_loader is None or args.dataloader_type not in ("single", "cyclic"):
+                raise CursorError(f"cannot rebuild the {split} loader: upstream built it in an unknown way")
+            loader = self._build_loader(self._datasets[_SPLITS.index(split)], start)
+            inner = iter(cyclic_iter(loader)) if args.dataloader_type == "cyclic" else iter(loader)
+            iterator.iterable = self._watch(inner) if split == "train" else inner
+            iterator.saved_microbatches = []
+            iterator.replaying = False
+            iterator.replay_pos = 0

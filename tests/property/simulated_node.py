@@ -1,0 +1,73 @@
+"""What a simulated node holds: its queues, workers and slots; and the job that it belongs to."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from deadpool_ext.protocol import messages as m
+from deadpool_ext.protocol.config import CoordinatorConfig
+from deadpool_ext.protocol.types import Layout, Rank, ShardSpec, SlotInfo, Version
+
+
+def spec_of(rank: Rank) -> ShardSpec:
+    return ShardSpec(rank=rank, shard_bytes=1000, meta_capacity=100, layout_digest=f"{rank:016x}")
+
+
+@dataclass
+class Worker:
+    rank: Rank
+    seated: int
+    phase: str = "construct"  # construct | wait | train | finished
+    generation: int = 0  # generation whose groups it may use
+    live: Version | None = None
+    constructed: bool = False
+    declared_failed: bool = False
+
+
+@dataclass
+class Node:
+    name: str
+    to_node: deque[Any] = field(default_factory=deque)
+    to_coordinator: deque[Any] = field(default_factory=deque)
+    alive: bool = True
+    silent: bool = False  # partitioned away: nothing passes in either direction
+    generation: int = -1
+    frozen: bool = False
+    welcome: bool = False
+    workers: dict[Rank, Worker] = field(default_factory=dict)
+    own: dict[Rank, list[Version]] = field(default_factory=dict)  # sealed slots, oldest first, at most two
+    hosted: dict[Rank, list[Version]] = field(default_factory=dict)
+    spoilt: set[tuple[Rank, Version]] = field(default_factory=set)  # hosted copies that fail verification
+    board: Version | None = None  # committed world-wide in this generation, as this node knows
+    replicate: m.Replicate | None = None
+    plan: Any = None
+    fetches: set[Rank] = field(default_factory=set)
+
+    def say(self, message: Any) -> None:
+        self.to_coordinator.append(message)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind``: kill, silence, exit, collective, join, leave, spoil. ``after``: actions since the start."""
+
+    kind: str
+    after: int
+    victim: int
+
+
+def slots_of(table: dict[Rank, list[Version]]) -> tuple[SlotInfo, ...]:
+    return tuple(
+        SlotInfo(rank=rank, version=version, layout_digest=f"{rank:016x}")
+        for rank, slots in sorted(table.items())
+        for version in slots
+    )
+
+
+def make_config(
+    layout: Layout, *, nodes: int, spares: int, faults: tuple[dict[str, Any], ...] = (), **changes: Any
+) -> CoordinatorConfig:
+    job = m.JobSpec(job_id="job", argv=("train.py",), cwd="/", env={}, layout=layout, faults=faults)
+    return CoordinatorConfig(job=job, nodes=nodes, spares=spares, **changes)

@@ -1,0 +1,90 @@
+"""The table of what is not covered yet, row by row."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from deadpool_ext.protocol.types import UsageError
+from megatron.hotswap import refusals
+
+COVERED: dict[str, Any] = {
+    "adlr_autoresume": False,
+    "async_save": False,
+    "context_parallel_size": 1,
+    "cuda_graph_impl": "none",
+    "dataloader_type": None,
+    "enable_cuda_graph": False,
+    "enable_ft_package": False,
+    "expert_model_parallel_size": 1,
+    "external_cuda_graph": False,
+    "fp16": False,
+    "fp4": None,
+    "fp8": None,
+    "freeze_all_layers": False,
+    "inprocess_restart": False,
+    "num_distributed_optimizer_instances": 1,
+    "num_experts": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "optimizer": "adam",
+    "optimizer_cpu_offload": False,
+    "phase_transition_iterations": None,
+    "pipeline_model_parallel_layout": None,
+    "rerun_mode": "validate_results",
+    "skip_train": False,
+    "use_distributed_optimizer": True,
+    "use_layer_wise_distributed_optimizer": False,
+    "use_megatron_fsdp": False,
+    "use_precision_aware_optimizer": False,
+    "use_sharp": False,
+    "use_torch_fsdp2": False,
+}
+# One way to meet each row, in the table's order.
+NOT_COVERED: tuple[tuple[str, Any], ...] = (
+    ("use_distributed_optimizer", False),
+    ("optimizer", "muon"),
+    ("use_layer_wise_distributed_optimizer", True),
+    ("num_distributed_optimizer_instances", 2),
+    ("use_precision_aware_optimizer", True),
+    ("optimizer_cpu_offload", True),
+    ("use_megatron_fsdp", True),
+    ("use_torch_fsdp2", True),
+    ("inprocess_restart", True),
+    ("num_experts", 4),
+    ("context_parallel_size", 2),
+    ("num_layers_per_virtual_pipeline_stage", 1),
+    ("fp16", True),
+    ("fp8", "e4m3"),
+    ("async_save", True),
+    ("dataloader_type", "external"),
+    ("freeze_all_layers", True),
+    ("skip_train", True),
+    ("cuda_graph_impl", "local"),
+    ("rerun_mode", "report_stats"),
+    ("enable_ft_package", True),
+    ("adlr_autoresume", True),
+    ("use_sharp", True),
+    ("phase_transition_iterations", "10"),
+)
+
+
+def test_what_is_covered_passes() -> None:
+    refusals.check(Namespace(**COVERED))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "given"), list(zip(refusals.REFUSALS, NOT_COVERED, strict=True)), ids=[name for name, _ in NOT_COVERED]
+)
+def test_each_row_says_what_to_do_instead(refusal: refusals.Refusal, given: tuple[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        refusals.check(Namespace(**{**COVERED, given[0]: given[1]}))
+    assert str(caught.value) == f"{refusal.name} is not supported with --deadpool yet: {refusal.remedy}"
+
+
+def test_a_layout_without_peers_is_refused() -> None:
+    refusals.check_data_parallel(2)
+    with pytest.raises(UsageError, match="data-parallel size of 1"):
+        refusals.check_data_parallel(1)
