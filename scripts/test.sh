@@ -85,7 +85,7 @@ if $lint; then
     check "ruff check" "$DEADPOOL_PYTHON" -m ruff check .
     check "ruff format" "$DEADPOOL_PYTHON" -m ruff format --check .
     check "mypy" "$DEADPOOL_PYTHON" -m mypy
-    check "import rules" lint-imports --no-color
+    check "import rules" lint-imports --no-logo
 fi
 
 paths=()

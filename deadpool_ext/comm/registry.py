@@ -114,6 +114,7 @@ class Communicators:
             self._refuse_fenced(generation)
             cancellation = self._cancellation = Cancellation()
             self._cancellation_of = generation
+            self._prune()
             groups = sorted(self._groups.values(), key=lambda group: group.spec.order)
             for group in groups:
                 group.shell.fence(generation)

@@ -80,6 +80,7 @@ class WorkerSession:
         self._host_store: StoreHostCallback | None = None
         self._pending_host_store: HostStore | None = None
         self._used_faults: set[int] = set()
+        self._drop_connections: Callable[[], None] = lambda: None
         self._interruptible = 0
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -216,6 +217,10 @@ class WorkerSession:
             self._interruptible = 0  # once: the unwinding code must not be interrupted again
             raise FencedError(self.announced)
 
+    def set_connection_drop(self, callback: Callable[[], None]) -> None:
+        """``callback()`` breaks this worker's data connections, for the fault ``drop-connection``."""
+        self._drop_connections = callback
+
     # ---- faults ----------------------------------------------------------------------------------------------------
 
     def fault_point(self, phase: str, step: int) -> None:
@@ -224,7 +229,13 @@ class WorkerSession:
         Returns at once when there is none; also when a fence arrives meanwhile: the fault then stays armed.
         """
         for fault in self.job.faults:
-            if self._matches(fault, phase, step):
+            if not self._matches(fault, phase, step):
+                continue
+            if fault.get("kind") == "drop-connection":
+                self._used_faults.add(fault["id"])
+                self.emit("fault_injected", fault=fault)
+                self._drop_connections()
+            else:
                 self._wait_for_fault(int(fault["id"]))
 
     def _matches(self, fault: dict[str, Any], phase: str, step: int) -> bool:

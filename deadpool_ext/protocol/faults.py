@@ -31,7 +31,9 @@ KINDS: tuple[str, ...] = (
     "sticky-device-error",
     "hold-gil",
 )
-AVAILABLE: tuple[str, ...] = ("kill-node",)
+AVAILABLE: tuple[str, ...] = ("kill-node", "drop-connection")
+#: Carried out from outside by whoever owns the process trees; the others by the worker that reaches them.
+STRUCK: frozenset[str] = frozenset({"kill-node"})
 PHASES: tuple[str, ...] = (
     "data",
     "forward",
@@ -106,7 +108,11 @@ def parse_fault(text: str, fault_id: int = 0, node_names: Sequence[NodeId] | Non
         raise UsageError(f"fault {text!r}: kill-node takes node=, not rank=")
     if kind == "kill-node" and "node" not in given:
         raise UsageError(f"fault {text!r}: kill-node needs node=NAME or node=INDEX")
+    if kind == "drop-connection" and not given.keys() & {"node", "rank"}:
+        raise UsageError(f"fault {text!r}: drop-connection needs rank=R, or node=NAME for the node's first worker there")
     timed = "after" in given
+    if timed and kind not in STRUCK:
+        raise UsageError(f"fault {text!r}: {kind} takes step=K with phase=, not after=")
     if timed and ("step" in given or "phase" in given):
         raise UsageError(f"fault {text!r}: after= and step=/phase= contradict each other; give one or the other")
     if not timed and "step" not in given:

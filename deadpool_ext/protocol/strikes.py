@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from deadpool_ext.protocol.faults import FaultSpec
+from deadpool_ext.protocol.faults import STRUCK, FaultSpec
 from deadpool_ext.protocol.messages import FaultReached, Strike, Struck
 from deadpool_ext.protocol.types import NodeId, Rank
 
@@ -14,7 +14,7 @@ class Strikes:
     """Faults of the job. Those with the same step and phase happen together: when all of them are reached."""
 
     def __init__(self, faults: Iterable[FaultSpec]) -> None:
-        self._faults = {fault.id: fault for fault in faults}
+        self._faults = {fault.id: fault for fault in faults if fault.kind in STRUCK}
         self._reached: dict[int, FaultReached] = {}
         self._struck: set[int] = set()
         self._times: dict[NodeId, float] = {}  # monotonic seconds at which a node was struck

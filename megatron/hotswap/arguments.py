@@ -91,11 +91,22 @@ def provide(extra: ExtraArguments | None = None) -> ExtraArguments:
                 refusals.check(parsed)
             return parsed
 
+        parser.formatter_class = HelpFormatter
         parser.error = _raise_usage_error  # type: ignore[method-assign]
         parser.parse_args = parse_and_check  # type: ignore[method-assign,assignment]
         return parser
 
     return add
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows a help text with a stray percent sign as it is; upstream has one, and its ``--help`` fails on it."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
 
 
 def _raise_usage_error(message: str) -> Never:

@@ -71,6 +71,11 @@ REFUSALS = (
         remedy="train a dense model",
     ),
     Refusal(
+        name="--mtp-num-layers",
+        given=lambda a: a.mtp_num_layers,
+        remedy="leave it out",
+    ),
+    Refusal(
         name="--context-parallel-size above 1",
         given=lambda a: a.context_parallel_size > 1,
         remedy="use --context-parallel-size 1 and more tensor or pipeline parallelism",

@@ -32,14 +32,14 @@ def parameter_digest(model: list[Any]) -> str:
 
 
 def optimizer_digest(optimizer: Any) -> str:
-    """Digest of a rank's optimizer state: main parameters, both moments and the step counts."""
+    """Digest of a rank's optimizer state: main parameters, their state tensors by name, the groups' step counts."""
     sha = hashlib.sha256()
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             sha.update(str(group.get("step")).encode())
             for p in group["params"]:
-                state = part.optimizer.state[p]
-                sha.update(digest([p, state["exp_avg"], state["exp_avg_sq"]]).encode())
+                state = sorted(part.optimizer.state[p].items())
+                sha.update(digest([p, *(value for _, value in state if torch.is_tensor(value))]).encode())
     return sha.hexdigest()
 
 
@@ -101,7 +101,10 @@ class Recorder:
 
 def read(directory: Path) -> dict[str, Any]:
     """Everything recorded in ``directory``: ``{"iterations": {rank: [...]}, "final": {rank: {...}}}``, rank as int."""
-    iterations = {_rank(path): [json.loads(line) for line in path.open()] for path in directory.glob("rank*.jsonl")}
+    iterations = {
+        _rank(path): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in directory.glob("rank*.jsonl")
+    }
     final = {_rank(path): json.loads(path.read_text()) for path in directory.glob("rank*.final.json")}
     return {"iterations": iterations, "final": final}
 

@@ -41,9 +41,11 @@ def install(*, upstream: bool = True) -> bool:
     if not needed():
         return False
     if "torch" not in _done:
+        if not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(1)  # torch, imported above, has read the variable already
         for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            if not os.environ.get(name):
+                os.environ[name] = value
         substitute(
             [
                 *tensors.substitutions(),

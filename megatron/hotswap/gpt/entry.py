@@ -56,6 +56,7 @@ def launch(extra_args_provider: ExtraArguments | None = None) -> None:
     from megatron.hotswap.gpt.step import forward_step
 
     upstream.use_shipped_index_builder()
+    upstream.load_fp32_shards()
     args = parse(extra_args_provider)
     with arguments.refused_by_upstream():
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

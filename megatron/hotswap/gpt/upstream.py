@@ -1,9 +1,11 @@
-"""Two things that upstream's wheel starts processes for, and need not."""
+"""Small obstacles in upstream's wheel, moved out of the way in all runs; none changes a number."""
 
 from __future__ import annotations
 
 import queue
 from pathlib import Path
+
+import torch
 
 
 def use_shipped_index_builder() -> None:
@@ -32,3 +34,16 @@ def save_in_process() -> None:
 
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
+
+
+def load_fp32_shards() -> None:
+    """Let upstream load a sharded fp32 optimizer: there its shards are views of parameters that require gradients.
+
+    Of its ways to load them, this one alone is not under ``no_grad``, and ends in "a view of a leaf Variable that
+    requires grad is being used in an in-place operation".
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    load = DistributedOptimizer.load_parameter_state_from_dp_reshardable
+    if not hasattr(load, "__wrapped__"):
+        DistributedOptimizer.load_parameter_state_from_dp_reshardable = torch.no_grad()(load)

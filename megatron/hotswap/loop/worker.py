@@ -79,6 +79,7 @@ class ResilientWorker:
         self._alone = session.solo  # a newcomer that builds alone has nothing in flight that a fence could concern
         session.on_fence(self._on_fence)
         session.set_store_host(self._host_store)
+        session.set_connection_drop(self._drop_connections)
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +250,13 @@ class ResilientWorker:
         # Control thread: nothing of an older generation may start, whatever is in flight ends now.
         if not self._alone:
             self.communicators.fence(fence.generation)
-            self.communicators.abort()
+            report = self.communicators.abort(self._deadline("abort_s", 10.0))
+            # Something that may still write into tensors must not outlive the fence: this ends the process.
+            invariant(report.complete, f"an operation of the fenced generation does not end: {report.detail}")
+
+    def _drop_connections(self) -> None:
+        self.communicators.fence(self.session.generation + 1)
+        self.communicators.abort()
 
     def _host_store(self, generation: int) -> tuple[str, int]:
         # A thread of the session's own.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # what functional collectives import at their first use: once, before the forks
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager

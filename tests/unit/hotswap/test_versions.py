@@ -65,8 +65,7 @@ def test_a_source_tree_before_the_installed_trainer_is_named(tmp_path: Path) -> 
 
 
 def test_a_foreign_megatron_package_is_named(tmp_path: Path) -> None:
-    # The script's own directory comes first on the path, and a regular package wins over namespaces only from a
-    # directory before the first portion... or, as here, from any directory: regular packages are found first.
+    # A regular package wins over namespace portions, also over those that come before it on the path.
     elsewhere = package(tmp_path, "megatron")
     code, _, error = run("--help", pythonpath=elsewhere)
     assert code == 2
