@@ -7,6 +7,8 @@
 #include <mutex>
 #include <type_traits>
 
+#include "waiting.h"
+
 namespace deadpool {
 
 // Plain words, 64 bits each, at an address of the owner's choice (later: shared memory read by the agent).
@@ -49,6 +51,7 @@ class Epoch {
   // Calls inside the communicator, and collectives that it has accepted and not finished: zero means that no thread of
   // it touches a tensor any more (point-to-point is covered by its sockets being closed).
   std::atomic<int64_t> pending{0};
+  Waiting waiting_threads;
 
   void attach(GroupCounters* counters) {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -21,21 +21,41 @@ struct AbortResult {
   int sockets; // shut down
   int open_sockets; // not closed by their owner when the deadline passed
   int64_t pending; // operations that had not ended when the deadline passed
+  int64_t lost; // operations that gloo lost: their sockets are closed, its threads sleep, their waiters were woken
 };
 
+constexpr auto kLossPatience = std::chrono::milliseconds(100); // before an operation is suspected to be lost
+constexpr auto kSleepSample = std::chrono::milliseconds(20);
+
 // Ends the operations in flight of these fenced shells by shutting down the recorded sockets, and waits until their
-// owner has closed them and no collective is left: from then on nothing of that generation writes into a tensor.
+// owner has closed them and no operation is left, or only such as gloo lost: from then on nothing of that generation
+// writes into a tensor.
 AbortResult abort_connections(SocketLedger& ledger, const std::vector<ShellPtr>& shells, double timeout_s) {
   const auto start = std::chrono::steady_clock::now();
-  AbortResult result{0.0, ledger.shutdown_all(), 0, 0};
+  AbortResult result{0.0, ledger.shutdown_all(), 0, 0, 0};
   while (true) {
     result.open_sockets = ledger.still_open();
     result.pending = 0;
+    bool inside = false;
     for (const auto& shell : shells) {
       result.pending += shell->pending();
+      inside = shell->anybody_waits_inside() || inside;
     }
-    result.seconds = Seconds(std::chrono::steady_clock::now() - start).count();
-    if ((result.open_sockets == 0 && result.pending == 0) || result.seconds >= timeout_s) {
+    const auto passed = std::chrono::steady_clock::now() - start;
+    result.seconds = Seconds(passed).count();
+    if (result.open_sockets == 0 && result.pending == 0 && !inside) {
+      return result;
+    }
+    if (result.open_sockets == 0 && passed > kLossPatience && gloo_sleeps(kSleepSample)) {
+      result.lost = result.pending;
+      result.pending = 0;
+      for (const auto& shell : shells) {
+        shell->abandon();
+      }
+      result.seconds = Seconds(std::chrono::steady_clock::now() - start).count();
+      return result;
+    }
+    if (result.seconds >= timeout_s) {
       return result;
     }
     // The owner's loop notices by itself; there is no event to wait for.
@@ -151,7 +171,8 @@ PYBIND11_MODULE(_shell, m) {
       .def_readonly("seconds", &AbortResult::seconds)
       .def_readonly("sockets", &AbortResult::sockets)
       .def_readonly("open_sockets", &AbortResult::open_sockets)
-      .def_readonly("pending", &AbortResult::pending);
+      .def_readonly("pending", &AbortResult::pending)
+      .def_readonly("lost", &AbortResult::lost);
   m.def("abort_connections", &abort_connections, py::arg("ledger"), py::arg("shells"), py::arg("timeout_s"), no_gil);
 
   m.def("retire", [](std::vector<BackendPtr> backends) { Retirement::instance().add(std::move(backends)); }, no_gil);

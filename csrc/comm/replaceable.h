@@ -95,6 +95,13 @@ class Replaceable : public c10d::Backend {
   int64_t pending() {
     return epoch()->pending;
   }
+  bool anybody_waits_inside() {
+    return epoch()->waiting_threads.anybody_inside();
+  }
+  // Wakes, with an error, whoever waits for an operation of the current generation, which must be fenced and aborted.
+  void abandon() {
+    epoch()->waiting_threads.abandon();
+  }
   bool closed() const {
     return closed_;
   }
@@ -247,17 +254,19 @@ class Replaceable : public c10d::Backend {
     }
     // NCCL's futures are complete when the kernel is queued, so they say nothing.
     auto future = call.inner->getBackendName() == "gloo" ? future_of(*inner) : nullptr;
-    const bool by_future = future != nullptr;
-    if (by_future) {
+    std::shared_ptr<std::atomic<bool>> ended;
+    if (future) {
       ++call.epoch->pending;
+      ended = std::make_shared<std::atomic<bool>>(false);
       future->addCallback(
-          [epoch = call.epoch](c10::ivalue::Future& /*future*/) {
+          [epoch = call.epoch, ended](c10::ivalue::Future& /*future*/) {
             epoch->completed();
             --epoch->pending;
+            epoch->waiting_threads.change([&] { *ended = true; });
           },
           /*uses_future=*/false);
     }
-    return c10::make_intrusive<ShellWork>(std::move(inner), call.epoch, pg_uid_, rank_, op, by_future);
+    return c10::make_intrusive<ShellWork>(std::move(inner), call.epoch, pg_uid_, rank_, op, std::move(ended));
   }
 
   const c10::intrusive_ptr<Options> options_;

@@ -95,12 +95,20 @@ inline c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
 // completion), it counts as completed when its end is first observed here, or when the handle is dropped.
 class ShellWork : public c10d::Work {
  public:
-  ShellWork(WorkPtr inner, std::shared_ptr<Epoch> epoch, std::string group, int rank, c10d::OpType op, bool by_future)
+  // `ended`: set by that callback, through the generation's Waiting; null without one.
+  ShellWork(
+      WorkPtr inner,
+      std::shared_ptr<Epoch> epoch,
+      std::string group,
+      int rank,
+      c10d::OpType op,
+      std::shared_ptr<std::atomic<bool>> ended)
       : Work(rank, op),
         inner_(std::move(inner)),
         epoch_(std::move(epoch)),
         group_(std::move(group)),
-        settled_(by_future) {}
+        ended_(std::move(ended)),
+        settled_(ended_ != nullptr) {}
   ~ShellWork() override {
     settle();
   }
@@ -127,7 +135,12 @@ class ShellWork : public c10d::Work {
     translated([&] { inner_->synchronize(); return true; });
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    return translated([&] { return inner_->wait(timeout); });
+    return translated([&] {
+      if (ended_ && timeout == kNoTimeout && !epoch_->waiting_threads.until([&] { return ended_->load(); })) {
+        throw std::runtime_error("the operation was lost when its connection ended");
+      }
+      return ended_ ? inner_->wait(timeout) : wait_inside(timeout);
+    });
   }
   void blockCurrentStream() override {
     inner_->blockCurrentStream();
@@ -149,6 +162,24 @@ class ShellWork : public c10d::Work {
   }
 
  private:
+  // A wait that only the handle itself can end early.
+  bool wait_inside(std::chrono::milliseconds timeout) {
+    if (!epoch_->waiting_threads.enter(inner_.get())) {
+      throw std::runtime_error("the generation was abandoned");
+    }
+    bool good = false;
+    try {
+      good = inner_->wait(timeout);
+    } catch (...) {
+      epoch_->waiting_threads.leave(inner_.get());
+      throw;
+    }
+    epoch_->waiting_threads.leave(inner_.get());
+    if (!good && epoch_->fenced) {
+      throw std::runtime_error("the operation was lost when its connection ended");
+    }
+    return good;
+  }
   template <typename F>
   bool translated(F&& call) {
     epoch_->waiting(+1);
@@ -172,6 +203,7 @@ class ShellWork : public c10d::Work {
   const WorkPtr inner_;
   const std::shared_ptr<Epoch> epoch_;
   const std::string group_;
+  const std::shared_ptr<std::atomic<bool>> ended_;
   std::atomic<bool> settled_;
 };
 

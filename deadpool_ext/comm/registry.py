@@ -55,6 +55,7 @@ class AbortReport:
     sockets: int
     complete: bool
     detail: str
+    lost: int = 0  # operations that gloo lost; their waiters were woken with an error, nothing of theirs runs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -198,6 +199,7 @@ class Communicators:
             sockets=result.sockets,
             complete=complete,
             detail=detail if nccl_ended else f"NCCL abort did not end; {detail}",
+            lost=result.lost,
         )
 
     # ---- the store ---------------------------------------------------------------------------------------------------

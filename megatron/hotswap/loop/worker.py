@@ -251,6 +251,8 @@ class ResilientWorker:
         if not self._alone:
             self.communicators.fence(fence.generation)
             report = self.communicators.abort(self._deadline("abort_s", 10.0))
+            if report.lost:
+                self.session.emit("warning", reason=f"gloo lost {report.lost} operations in the abort; their waiters were woken")
             # Something that may still write into tensors must not outlive the fence: this ends the process.
             invariant(report.complete, f"an operation of the fenced generation does not end: {report.detail}")
 
