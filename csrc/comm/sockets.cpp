@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -53,6 +54,13 @@ std::optional<uint64_t> cookie_of(int fd) {
     return std::nullopt;
   }
   return value;
+}
+
+// The kernel's state of a TCP connection, or TCP_CLOSE where it has none.
+int tcp_state(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  return ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 ? info.tcpi_state : TCP_CLOSE;
 }
 
 std::string endpoint(const sockaddr_storage& address) {
@@ -161,13 +169,19 @@ int SocketLedger::shutdown_all() {
   return count;
 }
 
-int SocketLedger::still_open() {
+int SocketLedger::still_open(bool disconnected_too) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  int count = 0;
   for (auto entry = fd_by_cookie_.begin(); entry != fd_by_cookie_.end();) {
     // Only a question, so the number itself will do: another socket never has this cookie.
-    entry = cookie_of(entry->second) == entry->first ? std::next(entry) : fd_by_cookie_.erase(entry);
+    if (cookie_of(entry->second) != entry->first) {
+      entry = fd_by_cookie_.erase(entry);
+      continue;
+    }
+    count += disconnected_too || tcp_state(entry->second) != TCP_CLOSE ? 1 : 0;
+    ++entry;
   }
-  return static_cast<int>(fd_by_cookie_.size());
+  return count;
 }
 
 int SocketLedger::recorded() const {

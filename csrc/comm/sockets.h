@@ -42,8 +42,9 @@ class SocketLedger {
   // the ledger; descriptors that now mean something else are left alone.
   int shutdown_all();
 
-  // Recorded sockets that their owner has not closed yet; forgets those closed.
-  int still_open();
+  // Recorded sockets that their owner has not closed yet (or only those of them that are still connected); forgets those
+  // closed.
+  int still_open(bool disconnected_too = true);
 
   int recorded() const;
 

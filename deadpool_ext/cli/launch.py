@@ -19,13 +19,15 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 @click.command(
-    short_help="Be one node of a job on a cluster; started once per node.",
+    short_help="Be one node of a job; started once on each node of a cluster.",
     epilog="Example, on every node I: deadpool launch --nodes 4 --ranks-per-node 8 --spares 1 --coordinator head:29400 "
     "--node-id I --secret-file ~/.deadpool-secret -- pretrain_gpt.py --deadpool ARGS...",
 )
-@click.option("--nodes", type=int, required=True, help="Nodes that hold ranks.")
-@click.option("--ranks-per-node", type=int, default=1, show_default=True, help="Ranks on each node.")
-@click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm, that wait to take over.")
+@click.option("--nodes", type=int, required=True, help="Nodes that train.")
+@click.option(
+    "--ranks-per-node", type=int, default=1, show_default=True, help="Ranks (processes that train) on each node."
+)
+@click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm and idle, that take over.")
 @click.option("--coordinator", required=True, metavar="HOST:PORT", help="Where node 0 can be reached by all nodes.")
 @click.option("--node-id", type=int, required=True, help="0 to nodes + spares - 1; node 0 runs the coordinator.")
 @click.option(
@@ -42,7 +44,7 @@ def parse_address(text: str) -> tuple[str, int]:
 @click.option("--deadline", "deadlines", multiple=True, metavar="NAME=SECONDS", help="On node 0: change a deadline.")
 @click.option("--preload", multiple=True, hidden=True, help="Import these instead of the trainer.")
 @click.option("--preflight", hidden=True, help="module:function that describes the job.")
-@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
 @click.pass_context
 def launch(
     context: click.Context,
@@ -59,7 +61,7 @@ def launch(
     preflight: str | None,
     script: tuple[str, ...],
 ) -> None:
-    """Run this machine as node I of a protected job: SCRIPT with its arguments (after --) on every node."""
+    """Be node I of a protected job; start the same command, with its own --node-id, on every node and spare."""
     address = parse_address(coordinator)
     from deadpool_ext.control import cluster, launcher
 

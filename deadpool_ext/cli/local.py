@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from deadpool_ext.protocol.faults import AVAILABLE, PHASES
 from deadpool_ext.protocol.types import UsageError
 
 
@@ -24,13 +25,15 @@ def parse_deadlines(pairs: tuple[str, ...]) -> dict[str, float]:
 
 
 @click.command(
-    short_help="Train on this machine: N nodes and S spares as process trees.",
+    short_help="Run a whole job on this machine; nodes are process trees.",
     epilog="Example: deadpool local --nodes 4 --ranks-per-node 2 --spares 1 "
-    "--fault kill-node:node=2,step=5,phase=backward -- pretrain_gpt.py --deadpool ARGS...",
+    "--fault kill-node:node=n2,step=5,phase=backward -- pretrain_gpt.py --deadpool ARGS...",
 )
-@click.option("--nodes", type=int, required=True, help="Nodes that hold ranks.")
-@click.option("--ranks-per-node", type=int, default=1, show_default=True, help="Ranks on each node.")
-@click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm, that wait to take over.")
+@click.option("--nodes", type=int, required=True, help="Nodes that train.")
+@click.option(
+    "--ranks-per-node", type=int, default=1, show_default=True, help="Ranks (processes that train) on each node."
+)
+@click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm and idle, that take over.")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -41,20 +44,20 @@ def parse_deadlines(pairs: tuple[str, ...]) -> dict[str, float]:
     "faults",
     multiple=True,
     metavar="SPEC",
-    help="Break something on purpose, e.g. kill-node:node=2,step=5,phase=backward or kill-node:node=2,after=10 "
-    "(seconds). May be repeated.",
+    help="Break something on purpose, e.g. kill-node:node=n2,step=5,phase=backward or kill-node:node=n2,after=10 "
+    f"(seconds). Kinds: {', '.join(AVAILABLE)}; phases of a step: {', '.join(PHASES)}. May be repeated.",
 )
-@click.option("--seed", type=int, help="Passed to the script as --seed, unless it has one.")
+@click.option("--seed", type=int, help="Passed to the script as --seed, unless it is given one.")
 @click.option(
     "--deadline",
     "deadlines",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="Change a deadline, e.g. node_timeout_s=20. May be repeated.",
+    help="Change a deadline, e.g. node_timeout_s=20 (an unknown name lists all). May be repeated.",
 )
 @click.option("--preload", multiple=True, hidden=True, help="Import these instead of the trainer.")
 @click.option("--preflight", hidden=True, help="module:function that describes the job.")
-@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
 @click.pass_context
 def local(
     context: click.Context,
@@ -69,11 +72,13 @@ def local(
     preflight: str | None,
     script: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT with its arguments (after --) as N nodes of R ranks, with S spare nodes, on this machine.
+    """Run SCRIPT, normally pretrain_gpt.py, on nodes that are process trees of this machine.
 
-    With --deadpool among the script's arguments the job is protected: a node that dies is replaced by a spare and
-    training goes on. Without it the script runs as under torchrun. Exit codes: 0 done, 1 the script failed, 2 usage,
-    3 no recovery was possible, 4 restarts made no progress.
+    With --deadpool among ARGS the job is protected: when a node dies a spare takes over and training goes on. Without
+    it SCRIPT runs as under torchrun. ARGS are the script's own: 'python pretrain_gpt.py --help' lists them.
+
+    Prints a line per step and per event; everything in full is in the run directory ('deadpool status DIR').
+    Exit codes: 0 done, 1 the script failed, 2 usage, 3 no recovery was possible, 4 restarts made no progress.
     """
     from deadpool_ext.control import launcher
 

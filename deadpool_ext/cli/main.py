@@ -69,10 +69,11 @@ def _module_exists(target: str) -> bool:
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="deadpool")
 def cli() -> None:
-    """Megatron-LM training that survives node loss without restarting.
+    """Megatron-LM training that survives the loss of nodes without restarting.
 
-    Start with 'deadpool local --help' (a whole job on this machine) or 'deadpool launch --help' (one per node of a
-    cluster). DEADPOOL_DEBUG=1 shows tracebacks of errors that are otherwise one line.
+    Start with 'deadpool data --help' (make training data) and 'deadpool local --help' (train on this machine). On a
+    cluster, 'deadpool launch' is started once on each node. With DEADPOOL_DEBUG=1 in the environment, errors that are
+    otherwise one line come with their traceback.
     """
 
 

@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from deadpool_ext.control.progress import ProgressPrinter
-from deadpool_ext.control.rundir import EVENTS, STATUS, STEPS
+from deadpool_ext.control.rundir import EVENTS, FINAL, STATUS, STEPS
 from deadpool_ext.protocol.types import UsageError
 
 OVER: Final = frozenset({"stopped", "interrupted"})
-_QUIET: Final = frozenset({"step", "gate_wait", "snapshot_sealed", "replica_sealed"})
-_TAIL_BYTES: Final = 1 << 16
+#: Several an iteration: passed over before they are parsed.
+_FREQUENT: Final = tuple(f'"event": "{name}"'.encode() for name in ("gate_wait", "snapshot_sealed", "replica_sealed"))
+_TAIL_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +31,11 @@ class RunStatus:
 
     directory: Path
     status: dict[str, Any]
+    exit_code: int | None  # once the job has ended by itself
+    age_s: float  # since the last file of the run was written
     last_step: dict[str, Any] | None
-    events: tuple[dict[str, Any], ...]  # the last ones, oldest first, without the frequent kinds
+    events: tuple[dict[str, Any], ...]  # the last ones, oldest first, without those of every iteration
+    told: tuple[tuple[float, str], ...]  # the last ones that people are told: unix seconds and a line
 
     @property
     def over(self) -> bool:
@@ -42,6 +46,8 @@ class RunStatus:
         """One plain object for scripts."""
         return self.status | {
             "run_dir": str(self.directory),
+            "exit_code": self.exit_code,
+            "age_seconds": round(self.age_s, 3),
             "last_step": self.last_step,
             "events": list(self.events),
         }
@@ -56,17 +62,39 @@ def read_status(directory: Path, events: int) -> RunStatus:
     except (OSError, ValueError) as error:
         raise UsageError(f"{directory / STATUS}: {error}") from error
     steps = _tail(directory / STEPS)
-    recent = [record for record in _tail(directory / EVENTS) if record.get("event") not in _QUIET]
+    records = _tail(directory / EVENTS)
+    recent = [record for record in records if record.get("event") != "step"]
+    printer = ProgressPrinter()
+    lines = ((float(record.get("t", 0.0)), printer.event_line(record)) for record in records)
+    told = [(when, text) for when, text in lines if text is not None]
     return RunStatus(
         directory=directory,
         status=status,
+        exit_code=_exit_code(directory / FINAL),
+        age_s=max(0.0, time.time() - max(_written(directory / name) for name in (STATUS, STEPS, EVENTS))),
         last_step=steps[-1] if steps else None,
         events=tuple(recent[-events:] if events else ()),
+        told=tuple(told[-events:] if events else ()),
     )
 
 
+def _exit_code(path: Path) -> int | None:
+    try:
+        code = json.loads(path.read_text(encoding="utf-8")).get("code")
+    except (OSError, ValueError):
+        return None
+    return code if isinstance(code, int) else None
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """Whole JSON lines at the end of a file; none if there is no such file."""
+    """Whole JSON lines at the end of a file, without the frequent events; none if there is no such file."""
     try:
         with open(path, "rb") as file:
             start = max(0, file.seek(0, 2) - _TAIL_BYTES)
@@ -77,6 +105,8 @@ def _tail(path: Path) -> list[dict[str, Any]]:
     whole = lines[1 if start else 0 : -1]  # the last piece is empty, or a line that is being written
     records = []
     for line in whole:
+        if any(mark in line for mark in _FREQUENT):
+            continue
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -87,45 +117,65 @@ def _tail(path: Path) -> list[dict[str, Any]]:
 def render(run: RunStatus) -> Group:
     """Tables for people."""
     status = run.status
-    head = Text(f"job {status.get('job_id')}  {status.get('state')}", style="bold")
-    if status.get("degraded"):
+    head = Text(f"job {status.get('job_id')}  {_state(run)}", style="bold")
+    if status.get("degraded") and not run.over:
         head.append("  degraded: another loss may not be survived", style="bold yellow")
     facts = (
-        f"generation {status.get('generation')}  iteration {status.get('iteration')}  "
-        f"failures {status.get('failures')}  recoveries {status.get('recoveries')}"
+        f"generation {status.get('generation')}  failures {status.get('failures')}  "
+        f"recoveries {status.get('recoveries')}  last written {_age(run.age_s)} ago"
     )
     parts: list[Any] = [head, Text(facts)]
-    if status.get("reason"):
-        parts.append(Text(f"reason: {status['reason']}"))
     if run.last_step is not None:
-        parts.append(Text(ProgressPrinter().step_line(run.last_step).split("  spares")[0]))
+        line = ProgressPrinter().step_line(run.last_step).partition("  generation")[0]
+        parts.append(Text(f"last finished {line}"))
     parts.append(_node_table(status))
-    if run.events:
-        printer = ProgressPrinter()
-        parts += [Text(printer.event_line(record), overflow="ellipsis", no_wrap=True) for record in run.events]
+    # Not cut to the terminal's width: the end of a line is its reason.
+    parts += [Text(f"{time.strftime('%H:%M:%S', time.localtime(when))} {text}") for when, text in run.told]
     return Group(*parts)
+
+
+def _state(run: RunStatus) -> str:
+    state, reason = str(run.status.get("state")), run.status.get("reason")
+    if not run.over:
+        return state
+    if run.exit_code == 0:
+        return "done"
+    if reason and str(reason).startswith(state):
+        return str(reason)
+    code = f" with exit code {run.exit_code}" if run.exit_code is not None else ""
+    return f"{state}{code}: {reason or 'no reason was given'}"
+
+
+def _age(seconds: float) -> str:
+    """``12 s``, ``3 min``, ``5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _node_table(status: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("node", "role", "ready", "seats"):
+    for column in ("node", "role", "seats"):
         table.add_column(column)
     for node, row in (status.get("nodes") or {}).items():
         seats = " ".join(str(seat) for seat in row.get("seats", ())) or "-"
-        table.add_row(node, str(row.get("role")), "yes" if row.get("ready") else "no", seats)
+        table.add_row(node, f"{row.get('role')}{'' if row.get('ready') else ', not warm yet'}", seats)
     for node, reason in (status.get("lost") or {}).items():
-        table.add_row(node, "lost", "", str(reason), style="red")
+        table.add_row(node, "lost", str(reason), style="red")
     return table
 
 
-@click.command(short_help="How a run stands.")
+@click.command(short_help="How a run stands: state, nodes, seats, recent events.")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--watch", is_flag=True, help="Stay and refresh until the job is over.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object (with --watch: one a line).")
 @click.option("--events", default=8, show_default=True, type=click.IntRange(0), help="How many recent events to show.")
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Seconds, with --watch.")
 def status(directory: Path, watch: bool, as_json: bool, events: int, interval: float) -> None:
-    """Show state, nodes, seats and recent events of the run in DIR."""
+    """Show state, nodes, seats and recent events of the run whose run directory is DIR, running or over.
+
+    A job that is killed from outside cannot say so: look at how long ago something was last written.
+    """
     run = read_status(directory, events)
     if as_json:
         click.echo(json.dumps(run.to_json()))

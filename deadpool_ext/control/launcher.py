@@ -37,7 +37,8 @@ from deadpool_ext.protocol.faults import FaultSpec, parse_faults
 from deadpool_ext.protocol.messages import JobEnded, JobSpec
 from deadpool_ext.protocol.types import UsageError
 
-PRELOAD: Final = ("torch", "megatron.hotswap.preload:preload")
+#: Nothing may be imported before it: it sets what keeps the libraries single-threaded, which they read when loaded.
+PRELOAD: Final = ("megatron.hotswap.preload:preload",)
 PREFLIGHT: Final = "megatron.hotswap.preflight:inspect"
 PROTECTED_FLAG: Final = "--deadpool"
 #: Set where the user has not: one thread a worker, and nothing that starts threads before a fork.
@@ -131,14 +132,11 @@ def check(options: LocalOptions) -> Plan:
 
 @contextlib.contextmanager
 def output_to(log: Path | None) -> Iterator[None]:
-    """What this process prints goes to ``log`` for a while, whoever prints it (None: as usual)."""
-    if log is None:
-        yield
-        return
+    """What this process prints goes to ``log`` for a while, whoever prints it (None: to nobody)."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    file = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
@@ -153,7 +151,7 @@ def output_to(log: Path | None) -> Iterator[None]:
 
 
 def preload(targets: tuple[str, ...], printer: ProgressPrinter, log: Path | None) -> None:
-    """Import what the workers need, once; the libraries' chatter goes to ``log``.
+    """Import what the workers need, once; the libraries' warnings go to ``log`` (None: to nobody).
 
     Raises UsageError naming what cannot be imported.
     """
@@ -166,7 +164,7 @@ def preload(targets: tuple[str, ...], printer: ProgressPrinter, log: Path | None
     except ImportError as error:
         raise UsageError(f"the training environment is not complete: {error}") from error
     if targets:
-        printer.line(f"loaded {', '.join(targets)} once in {time.monotonic() - began:.1f} s")
+        printer.line(f"imported the trainer once, for all processes, in {time.monotonic() - began:.1f} s")
     if (threads := processes.thread_count()) != 1:
         printer.line(
             f"* warning: {threads} threads after the imports; forked processes may inherit locks that are held"
@@ -225,7 +223,7 @@ def _run_protected(plan: Plan, preflight: Preflight, printer: ProgressPrinter) -
             node=name, job_id=job_id, workers=options.ranks_per_node, coordinator=address, secret=secret
         )
         agents[name] = fork_child(partial(run_agent, agent), logs / name / "agent.log")
-    printer.line(f"job {job_id}: {options.nodes} nodes of {options.ranks_per_node} ranks, {options.spares} spares")
+    printer.line(f"job {job_id}: starting {len(plan.names)} nodes, run directory {plan.run_dir}")
     children = Children(coordinator=coordinator, agents=agents)
     return operate(children, printer, address, secret, run_dir=plan.run_dir, needed=options.nodes)
 

@@ -109,7 +109,9 @@ def parse_fault(text: str, fault_id: int = 0, node_names: Sequence[NodeId] | Non
     if kind == "kill-node" and "node" not in given:
         raise UsageError(f"fault {text!r}: kill-node needs node=NAME or node=INDEX")
     if kind == "drop-connection" and not given.keys() & {"node", "rank"}:
-        raise UsageError(f"fault {text!r}: drop-connection needs rank=R, or node=NAME for the node's first worker there")
+        raise UsageError(
+            f"fault {text!r}: drop-connection needs rank=R, or node=NAME for the node's first worker there"
+        )
     timed = "after" in given
     if timed and kind not in STRUCK:
         raise UsageError(f"fault {text!r}: {kind} takes step=K with phase=, not after=")

@@ -55,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--deadpool-snapshot-params",
         action="store_true",
-        help="Also keep copies of the model parameters (parameter count times the training dtype's bytes more per "
-        "rank and version). Default: off; they are rebuilt from the optimizer's fp32 copy.",
+        help="Not supported yet, and refused. Reserved for keeping copies of the model parameters too (parameter count "
+        "times the training dtype's bytes more per rank and version). Default: off; they are rebuilt from the "
+        "optimizer's fp32 copy.",
     )
     return parser
 

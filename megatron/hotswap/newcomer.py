@@ -6,21 +6,23 @@ them with its seat and replays them. Everything else that its solo communicators
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-import torch
 from megatron.training import get_args
 
 from megatron.hotswap.loop.worker import ResilientWorker
 from megatron.hotswap.state import codec
 
 
-def replay_set_up(worker: ResilientWorker) -> None:
-    """Record (first holders) or replay (newcomers) object gathers until ``train()``: they decide parameter groups."""
-    original = torch.distributed.all_gather_object
+def replay_set_up(original: Callable[..., None], worker: ResilientWorker) -> Callable[..., None]:
+    """Object gathers that are recorded (first holders) or replayed (newcomers) until ``train()``: they decide
+    parameter groups."""
     facts = worker.session.facts
     recorded = list(codec.decode(facts["gathered"])) if "gathered" in facts else []
 
+    @wraps(original)
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         if worker.state is not None:  # set-up is over
             return original(object_list, obj, group=group)
@@ -31,7 +33,7 @@ def replay_set_up(worker: ResilientWorker) -> None:
         worker.note_fact("gathered", list(object_list))
         return None
 
-    torch.distributed.all_gather_object = all_gather_object
+    return all_gather_object
 
 
 def preset_flags(worker: ResilientWorker) -> None:

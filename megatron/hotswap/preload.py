@@ -26,7 +26,7 @@ MODULES = (
     "megatron.hotswap.gpt.corpus",
     "megatron.hotswap.gpt.datasets",
     "megatron.hotswap.gpt.step",
-    "megatron.hotswap.gpt.upstream",
+    "megatron.hotswap.patches.base",
     "megatron.hotswap.device.defaults",
 )
 

@@ -21,6 +21,11 @@ class Refusal:
 # Conditions read upstream's parsed arguments, before upstream validates (and rewrites) them.
 REFUSALS = (
     Refusal(
+        name="--deadpool-snapshot-params",
+        given=lambda a: a.deadpool_snapshot_params,
+        remedy="leave it out (parameters are rebuilt from the optimizer's fp32 copy)",
+    ),
+    Refusal(
         name="an optimizer that is not sharded",
         given=lambda a: not a.use_distributed_optimizer,
         remedy="add --use-distributed-optimizer",

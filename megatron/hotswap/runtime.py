@@ -11,8 +11,8 @@ from deadpool_ext.comm.torch_patch import patch_torch
 from deadpool_ext.control import session as control
 from deadpool_ext.protocol.types import UsageError
 from megatron.hotswap.loop.worker import ResilientWorker
-from megatron.hotswap.newcomer import replay_set_up
-from megatron.hotswap.patches.registry import apply
+from megatron.hotswap.patches.base import BASE_PATCHES
+from megatron.hotswap.patches.registry import apply, verify
 from megatron.hotswap.patches.table import PATCHES
 from megatron.hotswap.versions import MEGATRON
 
@@ -36,8 +36,8 @@ def protect(launch: Callable[[], Any]) -> None:
     worker = ResilientWorker(session, communicators, sabotage)
     if sabotage:
         session.emit("warning", text=f"sabotaged for a test: {', '.join(sorted(sabotage))}")
+    verify(BASE_PATCHES, MEGATRON)  # launch applies them later, when upstream has parsed its arguments
     apply(PATCHES, worker, MEGATRON)
-    replay_set_up(worker)
     worker.connect_first()
     leaving: SystemExit | None = None
     try:

@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from megatron.hotswap.preload import SINGLE_THREADED  # noqa: E402
+
+# Before torch is imported, as torchrun does it: with more threads a sum may be taken in another order.
+for _name, _value in SINGLE_THREADED.items():
+    os.environ.setdefault(_name, _value)
+
 from tests.oracle.forked import run_ranks  # noqa: E402
 from tests.oracle.recorder import Recorder  # noqa: E402
 

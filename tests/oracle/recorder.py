@@ -26,9 +26,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def parameter_digest(model: list[Any]) -> str:
-    """Digest of all parameters of a rank's model chunks, in the order of their names."""
-    named = [sorted(chunk.named_parameters(), key=lambda item: item[0]) for chunk in model]
-    return digest(p for chunk in named for _, p in chunk)
+    """SHA-256 over chunk number, name, dtype, shape and bytes of all parameters of a rank, as ``final.json`` has it."""
+    sha = hashlib.sha256()
+    for number, chunk in enumerate(model):
+        for name, parameter in chunk.named_parameters():
+            sha.update(f"{number}.{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            sha.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
 
 
 def optimizer_digest(optimizer: Any) -> str:

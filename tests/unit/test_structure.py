@@ -45,3 +45,13 @@ def test_megatron_is_a_namespace_portion_with_hotswap_alone() -> None:
     assert not (ROOT / "megatron" / "__init__.py").exists()
     folders = {path.name for path in (ROOT / "megatron").iterdir() if path.name != "__pycache__"}
     assert folders == {"hotswap"}
+
+
+def test_what_an_unprotected_run_imports_leads_to_nothing_of_the_runtime() -> None:
+    runtime = ("megatron.hotswap.runtime", "megatron.hotswap.loop", "megatron.hotswap.state")
+    ours = ("deadpool_ext.control", "deadpool_ext.replication", "deadpool_ext.comm")
+    hotswap = ROOT / "megatron" / "hotswap"
+    modules = [hotswap / "arguments.py", hotswap / "patches" / "base.py", hotswap / "patches" / "registry.py"]
+    for path in [*modules, *sorted((hotswap / "gpt").glob("*.py")), *sorted((hotswap / "device").glob("*.py"))]:
+        found = {name for name in _imported(path) if name.startswith((*runtime, *ours))}
+        assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"

@@ -9,6 +9,7 @@ from typing import Any
 from deadpool_ext.protocol.types import UsageError
 from megatron.hotswap import arguments, versions
 from megatron.hotswap.arguments import ExtraArguments
+from megatron.hotswap.patches.registry import PatchError
 
 
 def main() -> int:
@@ -19,7 +20,7 @@ def main() -> int:
             _train_protected()
         else:
             launch()
-    except UsageError as error:
+    except (UsageError, PatchError) as error:
         print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return 2
     return 0
@@ -51,17 +52,15 @@ def launch(extra_args_provider: ExtraArguments | None = None) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.training import pretrain
 
-    from megatron.hotswap.gpt import upstream
     from megatron.hotswap.gpt.datasets import train_valid_test_datasets
     from megatron.hotswap.gpt.step import forward_step
+    from megatron.hotswap.patches import base
 
-    upstream.use_shipped_index_builder()
-    upstream.load_fp32_shards()
     args = parse(extra_args_provider)
     with arguments.refused_by_upstream():
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    if (device.installed() or arguments.requested(sys.argv[1:])) and not args.async_save:
-        upstream.save_in_process()
+    one_writer = (device.installed() or arguments.requested(sys.argv[1:])) and not args.async_save
+    base.apply_once(base.Situation(save_in_process=one_writer))
     pretrain(config, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step)
 
 

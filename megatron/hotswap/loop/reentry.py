@@ -85,10 +85,16 @@ def _parameters(state: TrainerState) -> None:
 RESETS = (
     Reset("timers", "before", _timers, "assertion in core/timers.py: timer has already been started"),
     Reset("config_callbacks", "before", _config_callbacks, "assertion in train(): no_sync_func must be None"),
-    Reset("bucket_handles", "before", _bucket_handles, "multiple communication calls outstanding; stale handles waited on"),
+    Reset(
+        "bucket_handles", "before", _bucket_handles, "multiple communication calls outstanding; stale handles waited on"
+    ),
     Reset("first_batch", "before", _first_batch, "a newcomer reduces its first batch in another order than survivors"),
-    Reset("grad_norm_groups", "before", _grad_norm_groups, "hang: the newcomer all-reduces a flag that survivors cached"),
-    Reset("forward_hooks", "before", _forward_hooks, "KeyError in DDP after a fault in the first iteration or evaluation"),
+    Reset(
+        "grad_norm_groups", "before", _grad_norm_groups, "hang: the newcomer all-reduces a flag that survivors cached"
+    ),
+    Reset(
+        "forward_hooks", "before", _forward_hooks, "KeyError in DDP after a fault in the first iteration or evaluation"
+    ),
     Reset("parameters", "after", _parameters, "silent divergence: model parameters are torn or of another version"),
 )
 

@@ -114,9 +114,7 @@ class ResilientWorker:
     def _first_metadata(self) -> bytes:
         assert self.state is not None
         args = get_args()
-        return codec.encode(
-            metadata.capture(self.state, args.iteration, args.num_floating_point_operations_so_far)
-        )
+        return codec.encode(metadata.capture(self.state, args.iteration, args.num_floating_point_operations_so_far))
 
     def _declare(self) -> None:
         assert self.shards is not None
@@ -252,7 +250,9 @@ class ResilientWorker:
             self.communicators.fence(fence.generation)
             report = self.communicators.abort(self._deadline("abort_s", 10.0))
             if report.lost:
-                self.session.emit("warning", reason=f"gloo lost {report.lost} operations in the abort; their waiters were woken")
+                self.session.emit(
+                    "warning", reason=f"gloo lost {report.lost} operations in the abort; their waiters were woken"
+                )
             # Something that may still write into tensors must not outlive the fence: this ends the process.
             invariant(report.complete, f"an operation of the fenced generation does not end: {report.detail}")
 
@@ -334,9 +334,7 @@ class ResilientWorker:
         nbytes = self._restore(seat, plan.target)
         agreed = self._agree_region(region)
         digest = self._agree_parameters()
-        self.session.send(
-            Restored(generation=generation, rank=self.session.rank, nbytes=nbytes, params_digest=digest)
-        )
+        self.session.send(Restored(generation=generation, rank=self.session.rank, nbytes=nbytes, params_digest=digest))
         assert self.keeper is not None
         self.keeper.resume()
         return agreed
@@ -379,7 +377,7 @@ class ResilientWorker:
         torch.distributed.all_reduce(bounds, op=torch.distributed.ReduceOp.MAX, group=group)
         low_high = bounds.tolist()
         invariant(
-            low_high[0] == word and low_high[1] == -word or bool(self.sabotage),
+            (low_high[0] == word and low_high[1] == -word) or bool(self.sabotage),
             f"INV-1: parameters of rank {self.session.rank} differ from its data-parallel peers' after the restore",
         )
         return digest

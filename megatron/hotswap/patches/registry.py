@@ -59,7 +59,10 @@ def resolve(target: str) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def verify(patches: Iterable[Patch], version: str) -> None:
-    """Check that every target is the source its patch was written against; raises :class:`PatchError` naming all others."""
+    """Check that every target is the source its patch was written against.
+
+    Raises :class:`PatchError` naming all that are not.
+    """
     wrong = []
     for patch in patches:
         _, _, original = resolve(patch.target)

@@ -1,4 +1,7 @@
-"""What Deadpool changes in upstream's trainer, one entry a change. Applied by ``megatron.hotswap.runtime`` only."""
+"""What a protected run changes in upstream, one entry a change. Applied by ``megatron.hotswap.runtime`` only.
+
+What every run changes is in :mod:`megatron.hotswap.patches.base`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from megatron.training import get_args
 
 from megatron.hotswap.loop.worker import ResilientWorker
-from megatron.hotswap.newcomer import preset_flags
+from megatron.hotswap.newcomer import preset_flags, replay_set_up
 from megatron.hotswap.patches.registry import Patch
 
 _TRAINING = "megatron.training.training"
@@ -158,5 +161,10 @@ PATCHES = (
         "build_train_valid_test_data_iterators", "d12ed278f953cc10",
         "keeps upstream's iterator objects, which are rewound in place, and tells a newcomer what there is to do",
         "upstream's iterators can be rewound", _build_iterators,
+    ),
+    Patch(
+        target="torch.distributed:all_gather_object", kind="wrap", versions=_VERSIONS, digest="df42d97f87f94cbe",
+        why="upstream's set-up decides parameter groups by it; a newcomer, alone, is told what the others had said",
+        until="upstream's set-up decides parameter groups without communication", make=replay_set_up,
     ),
 )  # fmt: skip

@@ -59,7 +59,11 @@ def _rich(value: Any) -> Any:
     if tag == "d":
         return {_rich(k): _rich(v) for k, v in value["v"]}
     if tag == "T":
-        raw = torch.frombuffer(bytearray(value["v"]), dtype=torch.uint8) if value["v"] else torch.empty(0, dtype=torch.uint8)
+        raw = (
+            torch.frombuffer(bytearray(value["v"]), dtype=torch.uint8)
+            if value["v"]
+            else torch.empty(0, dtype=torch.uint8)
+        )
         return raw.view(getattr(torch, value["dtype"])).reshape(value["shape"])
     if tag == "N":
         return np.frombuffer(value["v"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()

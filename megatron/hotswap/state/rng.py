@@ -23,7 +23,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    """Put back what :func:`capture_rng` returned. Last of all restores: building data iterators may draw from torch's."""
+    """Put back what :func:`capture_rng` returned. Last of all restores: building data iterators may draw numbers."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

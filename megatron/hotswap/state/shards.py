@@ -84,11 +84,15 @@ class FlatShards:
             state = leaf.optimizer.state[parameter]
             keys = sorted(key for key, value in state.items() if isinstance(value, torch.Tensor))
             if keys != ["exp_avg", "exp_avg_sq"]:
-                raise ShardError(f"optimizer state of {names[id(parameter)]} is {keys}, expected exp_avg and exp_avg_sq")
+                raise ShardError(
+                    f"optimizer state of {names[id(parameter)]} is {keys}, expected exp_avg and exp_avg_sq"
+                )
             for key in ([None] if id(parameter) in own else []) + keys:
                 value = parameter if key is None else state[key]
                 if value.dtype != torch.float32 or not value.is_contiguous():
-                    raise ShardError(f"{key or 'main'} of {names[id(parameter)]} is {value.dtype}, expected contiguous fp32")
+                    raise ShardError(
+                        f"{key or 'main'} of {names[id(parameter)]} is {value.dtype}, expected contiguous fp32"
+                    )
                 planned.append((parameter, key, total))
                 total += -(-value.numel() * 4 // _ALIGN_BYTES) * _ALIGN_BYTES // 4
             if id(parameter) not in own:

@@ -142,7 +142,11 @@ def test_a_killed_node_is_replaced_and_the_result_is_the_same(launch: Launch) ->
     )
     steps = [json.loads(line) for line in (hit.run_dir / "steps.jsonl").read_text().splitlines()]
     assert {step["iteration"] for step in steps} == set(range(1, 7))
-    assert "step 6/6" in out and "* node lost n1" in out and out.rstrip().splitlines()[-2].startswith("done; 6 iter")
+    assert (
+        "step 6/6" in out
+        and "* n1 lost (connection closed) in step" in out
+        and out.rstrip().splitlines()[-2].startswith("done; 6 iter")
+    )
     assert str(hit.run_dir) in out.rstrip().splitlines()[-1]
     hit.wait_gone()
     calm.wait_gone()
@@ -176,7 +180,7 @@ def test_a_spare_that_dies_disturbs_nothing(launch: Launch) -> None:
     code, out, err = hit.finish()
     assert code == 0, (out, err)
     assert hit.final()["generations"] == 1
-    assert "* spare left n2" in out
+    assert "* spare n2 lost" in out
     hit.wait_gone()
 
 

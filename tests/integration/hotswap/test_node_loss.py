@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.hotswap.conftest import ITERATIONS, VARIANTS
 from tests.integration.hotswap.judging import assert_recovered, assert_survivors_kept_their_processes, seats_of
+from tests.integration.hotswap.table import note
 from tests.jobs import Ended, Job, JobServer
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -72,6 +73,7 @@ def test_two_nodes_killed_in_one_run(
     assert_recovered(ended, undisturbed(variant), failures=2)
     assert len(ended.events("fault_injected")) == 2
     assert_survivors_kept_their_processes(ended, seats_of(first_node) | seats_of(second_node))
+    note(ended, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -26,6 +27,44 @@ CONTENT = {
     "lost": {"n1": "connection ended"},
 }
 
+JOB_START = {
+    "event": "job_start",
+    "nodes": ["n0", "n1"],
+    "spares": ["n2"],
+    "world_size": 4,
+    "ranks_per_node": 2,
+    "tensor_parallel": 1,
+    "pipeline_parallel": 2,
+    "data_parallel": 2,
+}
+DROP = {"kind": "drop-connection", "step": 2, "phase": "forward", "after_s": None}
+KILL = {"kind": "kill-node", "node": "n1", "step": 4, "phase": "backward", "after_s": None}
+CLASSIFIED = {
+    "event": "failure_classified",
+    "kind": "node_lost",
+    "node": "n1",
+    "class": "permanent",
+    "reason": "lost node n1: connection to its agent: closed",
+    "evidence": "connection",
+}
+LOSS: tuple[dict[str, Any], ...] = (
+    {"event": "fault_injected", "node": "n1", "rank": 2, "fault": KILL},
+    CLASSIFIED | {"event": "failure_detected"},
+    CLASSIFIED,
+    {"event": "node_lost", "node": "n1", "seats": [2, 3], "reason": "connection to its agent: closed"},
+    {"event": "fence", "reason": "lost node n1"},
+    {"event": "generation_start", "generation": 1, "seats": {"n0": [0, 1], "n2": [2, 3]}},
+    {"event": "degraded", "reason": "lost node n1", "seats": [2, 3]},
+    {"event": "redundancy_restored", "seconds": 0.44},
+    {
+        "event": "recovery_done",
+        "version": 3,
+        "steps_replayed": 0,
+        "sources": {"keep": 2, "replica": 2},
+        "seconds": {"detect": 0.04, "plan": 0.0, "rebuild": 0.3, "resume": 0.52, "total": 0.86},
+    },
+)
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
@@ -35,7 +74,7 @@ def run_dir(tmp_path: Path) -> Path:
     files.event("replica_sealed", generation=1, node="n0", rank=0)
     files.step({"iteration": 8, "generation": 1, "lm_loss": 0.5, "step_seconds": 0.1})
     files.status(CONTENT)
-    files.final({"iterations": 8})
+    files.final({"iterations": 8, "code": 0})
     files.close()
     return path
 
@@ -73,10 +112,10 @@ def test_status_is_read_with_the_last_step_and_events(run_dir: Path) -> None:
 def test_status_command(run_dir: Path) -> None:
     text = CliRunner().invoke(status, [str(run_dir)])
     assert text.exit_code == 0
-    for word in ("job j1", "stopped", "n0", "0 1", "lost", "node lost n1", "loss 0.5000"):
+    for word in ("job j1  done", "n0", "0 1", "connection ended", "* n1 lost (x)", "last finished step 8  loss 0.5000"):
         assert word in text.output, word
     machine = json.loads(CliRunner().invoke(status, [str(run_dir), "--json", "--watch"]).output)
-    assert machine["state"] == "stopped" and machine["last_step"]["iteration"] == 8
+    assert machine["state"] == "stopped" and machine["exit_code"] == 0 and machine["last_step"]["iteration"] == 8
 
 
 def test_no_run_directory_is_a_usage_error(tmp_path: Path) -> None:
@@ -86,21 +125,60 @@ def test_no_run_directory_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     printer = ProgressPrinter(train_iters=20, tokens_per_step=100)
-    printer.record("event", {"event": "job_start", "spares": ["n2"], "t": 1.0})
+    printer.record("event", JOB_START)
+    printer.record("event", {"event": "generation_start", "generation": 0, "seats": {"n0": [0, 1], "n1": [2, 3]}})
+    printer.record("event", {"event": "spare_joined", "node": "n2", "spares": 1})  # told by job_start
     printer.record("step", {"iteration": 3, "generation": 0, "lm_loss": 1.25, "step_seconds": 0.5})
-    printer.record("event", {"event": "generation_start", "seats": {"n0": [0], "n2": [1]}})
+    for event in LOSS:
+        printer.record("event", event)
     printer.record("step", {"iteration": 4, "generation": 1})
     assert capsys.readouterr().out.splitlines() == [
-        "* job start: spares=['n2']",
+        "* job start: 4 ranks on 2 nodes n0 n1, spares n2, layout TP1 x PP2 x DP2",
         "step 3/20  loss 1.2500  0.50 s  200 tokens/s  generation 0  spares 1",
+        "* fault: kill-node n1 at step 4, backward",
+        "* n1 lost (connection closed) in step 4: seats 2 3",
+        "* n2 takes over seats 2 3 (generation 1), the other 2 processes stay",
+        "* redundancy restored after 0.4 s",
+        "* recovered in 0.86 s: detect 0.04 rebuild 0.30 resume 0.52; resumed from iteration 3, "
+        "0 completed steps recomputed",
         "step 4/20  generation 1  spares 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        ({"event": "plan", "possible": True}, None),
+        ({"event": "spare_left", "node": "n2", "reason": "x", "spares": 0}, "* spare n2 lost (x): 0 spares left"),
+        ({"event": "spare_joined", "node": "n9", "spares": 2}, "* n9 joined as a spare: 2 spares now"),
+        ({"event": "warning", "node": "n1", "rank": 3, "text": "odd\n thing"}, "* warning n1 rank 3: odd thing"),
+        (
+            {"event": "fault_injected", "node": "n2", "fault": {"kind": "kill-node", "after_s": 10.0}},
+            "* fault: kill-node n2 after 10 s",
+        ),
+        (
+            {"event": "fault_injected", "node": "n1", "rank": 3, "fault": DROP},
+            "* fault: drop-connection n1 rank 3 at step 2, forward",
+        ),
+        (
+            {"event": "failure_classified", "kind": "collective_failed", "reason": "seat 3 on n1 left a collective: E"},
+            "* a collective failed during set-up, no node lost: seat 3 on n1 left it",
+        ),
+        (
+            {"event": "failure_classified", "kind": "worker_exited", "rank": 3, "reason": "seat 3 ended"},
+            "* seat 3 ended during set-up; it is forked again",
+        ),
+        ({"event": "durable_save", "node": "n0", "version": 7, "more": {"a": 1}}, "* durable save n0: version 7"),
+    ],
+)
+def test_events_are_one_line_without_structures(event: dict[str, Any], line: str | None) -> None:
+    assert ProgressPrinter().event_line(event) == line
 
 
 def test_summary() -> None:
     final = {"iterations": 8, "generations": 2, "failures": [{}], "replayed_steps": 1}
     assert summary_lines(final, "/r", 0, "") == (
-        "done; 8 iterations, 2 generations, 1 failure, 1 replayed steps",
+        "done; 8 iterations, 2 generations, 1 failure, 1 recomputed step",
         "run directory: /r",
     )
     assert summary_lines({}, "/r", 3, "no spare")[0] == "stopped with exit code 3: no spare"

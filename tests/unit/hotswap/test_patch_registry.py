@@ -1,5 +1,6 @@
 """Patches are verified before any is applied, and can all be taken back."""
 
+import queue
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -71,10 +72,31 @@ def test_two_patches_of_one_target_are_refused() -> None:
         apply([entry("step", step), entry("step", step)], 100, "1")
 
 
-def test_the_table_matches_the_installed_megatron() -> None:
+def test_the_tables_match_the_installed_megatron() -> None:
+    from megatron.hotswap.patches.base import BASE_PATCHES
     from megatron.hotswap.patches.table import PATCHES
 
-    verify(PATCHES, "0.19.2")
-    assert len(PATCHES) <= 10
-    for patch in PATCHES:
-        assert patch.why and patch.until and resolve(patch.target)[2].__name__ == patch.target.rsplit(":")[-1]
+    everything = (*BASE_PATCHES, *PATCHES)
+    verify(everything, "0.19.2")
+    assert len({patch.target for patch in everything}) == len(everything) <= 12
+    for patch in everything:
+        name = patch.target.rpartition(":")[2].rpartition(".")[2]
+        assert patch.why and patch.until
+        assert not patch.digest or resolve(patch.target)[2].__name__ == name
+
+
+@pytest.mark.parametrize("save_in_process", [True, False])
+def test_the_base_patches_can_be_verified_again_and_taken_back(save_in_process: bool) -> None:
+    from megatron.core.datasets import utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron.hotswap.patches.base import BASE_PATCHES, Situation
+
+    applied = apply(BASE_PATCHES, Situation(save_in_process=save_in_process), "0.19.2")
+    try:
+        verify(BASE_PATCHES, "0.19.2")
+        utils.compile_helpers()  # upstream's would run make, and exit
+        assert isinstance(filesystem_async._results_queue, queue.Queue) is save_in_process
+    finally:
+        applied.revert()
+    assert filesystem_async._results_queue is None

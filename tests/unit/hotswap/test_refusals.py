@@ -16,6 +16,7 @@ COVERED: dict[str, Any] = {
     "context_parallel_size": 1,
     "cuda_graph_impl": "none",
     "dataloader_type": None,
+    "deadpool_snapshot_params": False,
     "enable_cuda_graph": False,
     "enable_ft_package": False,
     "expert_model_parallel_size": 1,
@@ -45,6 +46,7 @@ COVERED: dict[str, Any] = {
 }
 # One way to meet each row, in the table's order.
 NOT_COVERED: tuple[tuple[str, Any], ...] = (
+    ("deadpool_snapshot_params", True),
     ("use_distributed_optimizer", False),
     ("optimizer", "muon"),
     ("use_layer_wise_distributed_optimizer", True),
