@@ -104,11 +104,11 @@ class JobServer:
 
 def _serve() -> None:
     from deadpool_ext.control.forkserver import preload_modules
-    from deadpool_ext.control.launcher import ENVIRONMENT, PRELOAD
+    from deadpool_ext.control.launcher import ENVIRONMENT, PRELOAD_PROTECTED
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    preload_modules(PRELOAD)
+    preload_modules(PRELOAD_PROTECTED)
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

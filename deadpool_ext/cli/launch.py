@@ -76,7 +76,7 @@ def launch(
         run_dir=run_dir,
         host=host,
         deadlines=parse_deadlines(deadlines),
-        preload=preload or launcher.PRELOAD,
+        preload=preload or launcher.preload_for(script),
         preflight=preflight or launcher.PREFLIGHT,
     )
     context.exit(cluster.run_node(options))

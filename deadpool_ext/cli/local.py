@@ -90,7 +90,7 @@ def local(
         run_dir=run_dir,
         faults=faults,
         seed=seed,
-        preload=preload or launcher.PRELOAD,
+        preload=preload or launcher.preload_for(script),
         preflight=preflight or launcher.PREFLIGHT,
         deadlines=parse_deadlines(deadlines),
     )

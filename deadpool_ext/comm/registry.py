@@ -22,7 +22,7 @@ from deadpool_ext.comm.group import BackendRequest, GroupSpec, parse_backend
 
 _MAX_RETIRING = 512  # old communicators not destroyed yet; more means that something keeps them
 _RETIRE_PATIENCE_S = 5.0
-_GRACE_S = 2.0  # by which a connecting thread may outlive its deadline before it is abandoned
+_GRACE_S = 10.0  # by which a connecting thread may outlive its deadline before it is abandoned
 
 
 class Mode(enum.StrEnum):

@@ -39,6 +39,8 @@ from deadpool_ext.protocol.types import UsageError
 
 #: Nothing may be imported before it: it sets what keeps the libraries single-threaded, which they read when loaded.
 PRELOAD: Final = ("megatron.hotswap.preload:preload",)
+#: On top of that for a protected job, so that a spare imports nothing when it takes a seat.
+PRELOAD_PROTECTED: Final = (*PRELOAD, "megatron.hotswap.runtime")
 PREFLIGHT: Final = "megatron.hotswap.preflight:inspect"
 PROTECTED_FLAG: Final = "--deadpool"
 #: Set where the user has not: one thread a worker, and nothing that starts threads before a fork.
@@ -77,6 +79,11 @@ class Plan:
     faults: tuple[FaultSpec, ...]
     deadlines: Deadlines
     run_dir: Path
+
+
+def preload_for(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """What is imported before the workers of this script are forked."""
+    return PRELOAD_PROTECTED if PROTECTED_FLAG in argv else PRELOAD
 
 
 def run_local(options: LocalOptions) -> int:

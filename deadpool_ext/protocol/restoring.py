@@ -334,7 +334,7 @@ def on_committed(job: Job, node: NodeId, message: Committed, now: float) -> None
     if recovery.committed.issuperset(job.members.active):
         recovery.redundant = True
         job.degraded = False
-        job.bad_copies.clear()  # every copy was written and verified anew
+        job.bad_copies.clear()  # a bad copy was a slot of its host's; the version committed since is in another one
         job.timers.cancel("redundancy")
         since = round(now - recovery.failed_at, 6)
         target = recovery.plan.target

@@ -26,6 +26,7 @@ from megatron.hotswap.state.shards import FlatShards
 
 RECORDS_KEPT = 3  # carried in the metadata, so that records a lost process had not sent yet are not lost
 COPY_DEADLINE_S = 120.0
+GATE_WARNING_S = 1.0  # said while it lasts, so that somebody who looks knows what the job waits for
 GATE_EVENT_S = 0.005  # shorter waits are the resolution of the poll, not a stall worth an event
 
 
@@ -76,16 +77,26 @@ class StepKeeper:
         """Wait until the last captured version is committed in this generation; raises FencedError on a fence."""
         if "gate" in self.sabotage:
             return
+        started, told = time.monotonic(), False
+
+        def should_stop() -> bool:
+            nonlocal told
+            waiting = time.monotonic() - started
+            if waiting > GATE_WARNING_S and not told:
+                told = True
+                self.session.emit("gate_wait", seconds=waiting, version=self.captured.v, still_waiting=True)
+            return self.session.fenced
+
         waited = wait_committed(
             self.board,
             self.session.generation,
             self.captured,
             deadline=time.monotonic() + float(self.session.job.options.get("gate_s", 300.0)),
-            should_stop=lambda: self.session.fenced,
+            should_stop=should_stop,
         )
         self.stall_s += waited
         if waited > GATE_EVENT_S:
-            self.session.emit("gate_wait", seconds=waited, version=self.captured.v)
+            self.session.emit("gate_wait", seconds=waited, version=self.captured.v, still_waiting=False)
 
     def _mutate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         version = Version(v=self.captured.v + 1, lineage=self.session.generation)
