@@ -139,10 +139,11 @@ class Connection:
                 options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
                 options._devices = self._devices
                 options._threads = 2 * len(self._devices)
-                options._timeout = _remaining(deadline)
+                # Also how long a later point-to-point operation waits, which cannot be changed afterwards; making the
+                # group is bounded by the caller instead.
+                options._timeout = timedelta(seconds=timeout_s)
                 store = PrefixStore(f"{prefix}/cpu", self._opened())
                 cpu = ProcessGroupGloo(store, group.group_rank, group.size, options)
-                cpu._set_default_timeout(timedelta(seconds=timeout_s))
                 self.ledger.record(self._listening, self._peers.endpoints)
             if group.request.has_nccl:
                 store = PrefixStore(f"{prefix}/cuda", self._opened())

@@ -18,10 +18,10 @@ Record = Mapping[str, Any]
 _QUIET: Final = frozenset(
     {
         "abort_done",
+        "constructed",
         "degraded",
         "failure_detected",
         "fence",
-        "gate_wait",
         "job_end",
         "plan",
         "rebuild_done",
@@ -52,6 +52,7 @@ class ProgressPrinter:
         self._seats: dict[int, str] = {}  # seat -> node, of the last generation seen
         self._forked_again: set[int] = set()  # seats whose process died since then
         self._closed: set[str] = set()  # nodes lost by the end of their connection
+        self._gate_told: object = None  # the version of which this was said
         self._highest: int | None = None  # the last finished iteration
         self.started = False
 
@@ -187,6 +188,12 @@ class ProgressPrinter:
         where = _where(record)
         return f"warning{f' {where}' if where else ''}: {_text(record.get('reason') or record.get('text'))}"
 
+    def _gate(self, record: Record) -> str | None:
+        if not record.get("still_waiting") or record.get("version") == self._gate_told:
+            return None
+        self._gate_told = record.get("version")
+        return f"waiting at the gate: the copies of iteration {record.get('version')} are not complete yet"
+
     def _note_step(self, iteration: object) -> None:
         if isinstance(iteration, int):
             self._highest = iteration if self._highest is None else max(self._highest, iteration)
@@ -197,6 +204,7 @@ class ProgressPrinter:
 
 _TELL: Final[Mapping[str, Callable[[ProgressPrinter, Record], str | None]]] = {
     "corruption_detected": ProgressPrinter._corruption,
+    "gate_wait": ProgressPrinter._gate,
     "failure_classified": ProgressPrinter._failure,
     "fault_injected": ProgressPrinter._fault,
     "generation_start": ProgressPrinter._generation_start,

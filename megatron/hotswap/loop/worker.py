@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_args
+from megatron.training import get_args, get_timers
 from megatron.training import training as upstream
 
 from deadpool_ext.control.session import FencedError, SupersededError, WaitTimeoutError, WorkerSession
@@ -226,6 +226,7 @@ class ResilientWorker:
         }
 
     def _skipped_train(self) -> tuple[int, float]:
+        self._prepare_region(self.joined_at)  # train() would have left the model so
         args = get_args()
         return args.iteration, args.num_floating_point_operations_so_far
 
@@ -237,10 +238,15 @@ class ResilientWorker:
             torch.distributed.barrier()
 
     def _prepare_region(self, region: int) -> None:
-        # Regions after train() ran without forward hooks; the reset table puts them where train() expects them.
+        """Leave model and timers as ``train()`` does, for what upstream runs after it; the resets undid that."""
         assert self.state is not None
-        if region and upstream.should_disable_forward_pre_hook(get_args()):
+        if not region:
+            return
+        if upstream.should_disable_forward_pre_hook(get_args()):
             upstream.disable_forward_pre_hook(self.state.model, param_sync=False)
+        interval = get_timers()("interval-time", log_level=0)
+        if not interval._started:
+            interval.start()
 
     # ---- failure ---------------------------------------------------------------------------------------------------
 

@@ -65,24 +65,39 @@ def _checkpoint_and_decide_exit(original: Function, worker: ResilientWorker) -> 
     return checkpoint_and_decide_exit
 
 
-def _region_after_train(original: Function, worker: ResilientWorker, phase: str) -> Function:
+def _region_after_train(original: Function, worker: ResilientWorker, phase: str, iteration_at: int) -> Function:
+    """``iteration_at``: position of the iteration among the arguments."""
+
     @wraps(original)
     def region(*args: Any, **kwargs: Any) -> Any:
-        if worker.training_over:
-            return worker.next_region(lambda: original(*args, **kwargs))
-        if phase == "save":
-            worker.faults.reach(phase, args[0])
-        return original(*args, **kwargs)
+        def body() -> Any:
+            # Within train() the forward step announces evaluation.
+            if phase == "save" or worker.training_over:
+                worker.faults.reach(phase, args[iteration_at])
+            return original(*args, **kwargs)
+
+        return worker.next_region(body) if worker.training_over else body()
 
     return region
 
 
 def _evaluate(original: Function, worker: ResilientWorker) -> Function:
-    return _region_after_train(original, worker, "eval")
+    return _region_after_train(original, worker, "eval", 4)
 
 
 def _save(original: Function, worker: ResilientWorker) -> Function:
-    return _region_after_train(original, worker, "save")
+    return _region_after_train(original, worker, "save", 0)
+
+
+def _print_datetime(original: Function, worker: ResilientWorker) -> Function:
+    @wraps(original)
+    def print_datetime(*args: Any, **kwargs: Any) -> Any:
+        # A newcomer that comes after train() walks through what the others have behind them: it must not wait there.
+        if worker.state is None or worker.region >= worker.joined_at:
+            return original(*args, **kwargs)
+        return None
+
+    return print_datetime
 
 
 def _load_checkpoint(original: Function, worker: ResilientWorker) -> Function:
@@ -146,6 +161,11 @@ PATCHES = (
         "save_checkpoint_and_time", "f72b7873e1709b5e",
         "the save after training is a region of its own",
         "upstream's tail of pretrain() can be resumed", _save,
+    ),
+    _entry(
+        "print_datetime", "2134ead899ac1bfc",
+        "has a barrier between the regions, which a newcomer that joins in a later one must pass alone",
+        "upstream's tail of pretrain() can be resumed", _print_datetime,
     ),
     _entry(
         "load_checkpoint", "4f03d48a79382b8c",

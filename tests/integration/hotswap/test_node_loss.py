@@ -113,8 +113,10 @@ def test_a_second_node_dies_while_the_first_is_being_replaced(
         f"kill-node:node=n3,step={ITERATIONS},phase=post_step",
         "kill-node:node=n1,step=4,phase=eval",
         "kill-node:node=n3,step=4,phase=save",
+        f"kill-node:node=n2,step={ITERATIONS},phase=eval",
+        f"kill-node:node=n0,step={ITERATIONS},phase=save",
     ],
-    ids=["last_iteration", "evaluation", "save"],
+    ids=["last_iteration", "evaluation", "save", "evaluation_after_training", "save_after_training"],
 )
 def test_killed_beside_the_training_step(
     fault: str,
