@@ -24,7 +24,7 @@ def replay_set_up(original: Callable[..., None], worker: ResilientWorker) -> Cal
 
     @wraps(original)
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        if worker.state is not None:  # set-up is over
+        if worker.state is not None or worker.loading:  # set-up is over, or this is what a newcomer leaves out
             return original(object_list, obj, group=group)
         if worker.session.solo:
             object_list[:] = recorded.pop(0)

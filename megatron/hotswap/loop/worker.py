@@ -74,6 +74,7 @@ class ResilientWorker:
         self.keeper: StepKeeper | None = None
         self.region = 0
         self.training_over = False
+        self.loading = False  # upstream loads a checkpoint
         self.joined_at = 0  # for a newcomer: the region that the survivors are in
         self._facts: dict[str, list[Any]] = {}
         self._alone = session.solo  # a newcomer that builds alone has nothing in flight that a fence could concern

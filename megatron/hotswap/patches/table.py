@@ -105,7 +105,11 @@ def _load_checkpoint(original: Function, worker: ResilientWorker) -> Function:
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if worker.session.solo:
             return 0, 0  # iteration, floating point operations: overwritten by the restore
-        return original(*args, **kwargs)
+        worker.loading = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            worker.loading = False
 
     return load_checkpoint
 
