@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,13 @@ class JobServer:
     """Owns the preloaded process. ``run`` blocks until a job has ended; jobs run one at a time."""
 
     def __init__(self) -> None:
+        # In the environment that every process forked from the server shows in /proc: tells them from anybody else's.
+        self.mark = f"DEADPOOL_TEST_JOBS={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.jobs"],
             cwd=ROOT,
+            env=os.environ | {name: value},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -92,6 +97,26 @@ class JobServer:
         if code is None:
             raise TimeoutError(f"job {job.run_dir} did not end within {seconds:g} s:\n{output[-3000:]}")
         return Ended(job=job, code=code, output=output)
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of jobs, by pid, with the names they gave themselves (``dp-repl n2``)."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != self._process.pid:
+                try:
+                    name = (entry / "comm").read_text().strip()
+                    state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    ours = self.mark.encode() in (entry / "environ").read_bytes()
+                except OSError:
+                    continue
+                if ours and state != "Z":
+                    found[int(entry.name)] = name
+        return found
+
+    def named(self, name: str) -> int:
+        """Pid of the one process of the running job with this name."""
+        (pid,) = [pid for pid, given in self.processes().items() if given == name]
+        return pid
 
     def close(self) -> None:
         """End the server."""

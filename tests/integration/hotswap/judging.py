@@ -20,7 +20,8 @@ def assert_recovered(disturbed: Ended, undisturbed: Ended, failures: int) -> Non
     assert all(recovery["steps_replayed"] <= 1 for recovery in recoveries)
     # Newcomers built alone: upstream's set-up was answered locally, not one operation went to a survivor.
     newcomers = disturbed.events("constructed")
-    assert {event["rank"] for event in newcomers} == {rank for done in recoveries for rank in done["new_workers"]}
+    # (A recovery that another failure overtook may have built some more.)
+    assert {event["rank"] for event in newcomers} >= {rank for done in recoveries for rank in done["new_workers"]}
     assert all(event["solo_ops"] > 0 and event["remote_ops"] == 0 for event in newcomers)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.hotswap.runtime import SABOTAGE_VARIABLE
 from tests.integration.hotswap.judging import assert_recovered
-from tests.integration.hotswap.processes import named, send, steps_recorded, until
+from tests.integration.hotswap.processes import send, steps_recorded, until
 from tests.jobs import Ended, Job, JobServer
 
 
@@ -36,16 +36,14 @@ def test_a_node_dies_whose_copies_were_held_up(
     thread = threading.Thread(target=lambda: result.append(jobs.run(job)))
     thread.start()
     until(lambda: steps_recorded(run_dir) >= 2, "two steps")
-    (replicator,) = named("dp-repl n2")
-    send(replicator, signal.SIGSTOP)
+    send(jobs.named("dp-repl n2"), signal.SIGSTOP)
     before = steps_recorded(run_dir)
     if gate:
         until(lambda: '"still_waiting": true' in (run_dir / "events.jsonl").read_text(), "a wait at the gate")
     else:
         until(lambda: steps_recorded(run_dir) >= before + 5, "five steps more")
     after = steps_recorded(run_dir)
-    (agent,) = named("dp-agent n2")
-    send(agent, signal.SIGKILL)
+    send(jobs.named("dp-agent n2"), signal.SIGKILL)
     thread.join()
     (ended,) = result
     if gate:
