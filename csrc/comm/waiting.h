@@ -11,6 +11,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -62,7 +63,10 @@ class Waiting {
       const std::lock_guard<std::mutex> lock(mutex_);
       abandoned_ = true;
       for (auto* work : inside_) {
-        work->abort();
+        try {
+          work->abort();
+        } catch (const std::exception&) { // not every handle can: its waiter stays until the group's timeout
+        }
       }
     }
     changed_.notify_all();

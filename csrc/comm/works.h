@@ -2,14 +2,17 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <typeindex>
 #include <utility>
 #include <vector>
 
+#include <ATen/ThreadLocalState.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "epoch.h"
@@ -139,7 +142,10 @@ class ShellWork : public c10d::Work {
       if (ended_ && timeout == kNoTimeout && !epoch_->waiting_threads.until([&] { return ended_->load(); })) {
         throw std::runtime_error("the operation was lost when its connection ended");
       }
-      return ended_ ? inner_->wait(timeout) : wait_inside(timeout);
+      if (ended_) {
+        return inner_->wait(timeout);
+      }
+      return is_point_to_point(retrieveOpType()) ? wait_inside(timeout) : wait_apart(timeout);
     });
   }
   void blockCurrentStream() override {
@@ -162,6 +168,39 @@ class ShellWork : public c10d::Work {
   }
 
  private:
+  static bool is_point_to_point(c10d::OpType op) {
+    return op == c10d::OpType::SEND || op == c10d::OpType::RECV || op == c10d::OpType::RECVANYSOURCE;
+  }
+  // A composition that does its last part in the wait and cannot be ended early: it waits on a thread of its own, which
+  // is left behind when the generation is abandoned.
+  bool wait_apart(std::chrono::milliseconds timeout) {
+    struct Outcome {
+      bool done{false};
+      bool good{false};
+      std::exception_ptr error;
+    };
+    auto outcome = std::make_shared<Outcome>();
+    ++epoch_->pending;
+    std::thread([inner = inner_, epoch = epoch_, outcome, timeout, state = at::ThreadLocalState()] {
+      const at::ThreadLocalStateGuard guard(state);
+      bool good = false;
+      std::exception_ptr error;
+      try {
+        good = inner->wait(timeout);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      --epoch->pending;
+      epoch->waiting_threads.change([&] { *outcome = Outcome{true, good, error}; });
+    }).detach();
+    if (!epoch_->waiting_threads.until([&] { return outcome->done; })) {
+      throw std::runtime_error("the operation was lost when its connection ended");
+    }
+    if (outcome->error) {
+      std::rethrow_exception(outcome->error);
+    }
+    return outcome->good;
+  }
   // A wait that only the handle itself can end early.
   bool wait_inside(std::chrono::milliseconds timeout) {
     if (!epoch_->waiting_threads.enter(inner_.get())) {

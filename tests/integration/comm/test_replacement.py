@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -193,8 +194,10 @@ def test_twenty_replacements_leak_nothing(ranks: Any) -> None:
         communicators = Communicators(rank=rank, world_size=2)
         patch_torch(communicators)
         link.connect(communicators, 0, hosts=rank == 0)
-        dist.init_process_group("gloo")
-        groups = [dist.new_group([0, 1]) for _ in range(3)]
+        # An operation that gloo loses in an abort keeps its thread until the group's timeout, and no longer.
+        patience = timedelta(seconds=20)
+        dist.init_process_group("gloo", timeout=patience)
+        groups = [dist.new_group([0, 1], timeout=patience) for _ in range(3)]
         seen = []
         for generation in range(1, 21):
             for group in groups:
