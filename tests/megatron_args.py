@@ -8,6 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TINY_GPT = ROOT / "examples" / "tiny_gpt" / "args.txt"
 
+#: bf16 with both overlaps and a LLaMA-like model: the hardest layout of parameters and optimizer state to move.
+BF16_OVERLAPS: dict[str, str | int | float | bool] = {
+    "bf16": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+
 
 def tiny_gpt(**overrides: str | int | float | bool) -> list[str]:
     """The file's arguments with some replaced or added: ``tiny_gpt(train_iters=4, bf16=True, split=False)``.

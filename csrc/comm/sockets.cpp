@@ -160,8 +160,8 @@ int SocketLedger::shutdown_all() {
   for (const auto& [cookie, fd] : fd_by_cookie_) {
     const Duplicate copy(fd);
     if (copy.valid() && cookie_of(copy.get()) == cookie) {
-      // The reading side is enough: the owner reads the end, closes, and thereby wakes its peer too. A shut writing side
-      // would make a write in this very moment fail, and gloo loses such an operation (see waiting.h).
+      // Both directions. A write in this very moment fails, and gloo loses such an operation (waiting.h lets go of it);
+      // with the reading side alone it lost more of them when much data was in flight.
       ::shutdown(copy.get(), SHUT_RDWR); // ENOTCONN: the peer was faster, which is as good
       ++count;
     }

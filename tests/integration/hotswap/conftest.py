@@ -9,22 +9,14 @@ import pytest
 
 from deadpool_ext.cli.main import run as deadpool
 from tests.jobs import Ended, Job, JobServer
-from tests.megatron_args import tiny_gpt
+from tests.megatron_args import BF16_OVERLAPS, tiny_gpt
 
 ITERATIONS = 7
 
 #: The two ways in which optimizer state is laid out, with what makes each hard to move.
 VARIANTS: dict[str, dict[str, str | int | float | bool]] = {
     "fp32_dropout": {},
-    "bf16_overlaps": {
-        "bf16": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "untie_embeddings_and_output_weights": True,
-    },
+    "bf16_overlaps": BF16_OVERLAPS,
 }
 
 

@@ -20,7 +20,7 @@ import pytest
 from deadpool_ext.protocol.types import UsageError
 from megatron.hotswap import device
 from tests.isolated import in_child
-from tests.megatron_args import ROOT, tiny_gpt
+from tests.megatron_args import BF16_OVERLAPS, ROOT, tiny_gpt
 from tests.oracle.recorder import read
 
 pytestmark = pytest.mark.skipif(not device.needed(), reason="there is a CUDA device: nothing stands in for it")
@@ -30,18 +30,15 @@ LAST = 6
 SAVED = 3
 TEXTS = "[a-c]*.py"  # of the standard library: always there, real text, documents enough for three splits
 FP32 = {"train_iters": LAST, "eval_iters": 1, "eval_interval": 4, "split": "80,10,10", "ckpt_format": "torch_dist"}
-LLAMA: dict[str, Any] = FP32 | {
-    "bf16": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-}
+LLAMA: dict[str, Any] = (
+    FP32
+    | BF16_OVERLAPS
+    | {
+        "disable_bias_linear": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    }
+)
 # What examples/tiny_gpt says about the machine: here the defaults have to do it.
 MACHINE = (
     "transformer_impl",
