@@ -24,6 +24,7 @@ from typing import Any, Final
 from deadpool_ext.control import processes
 from deadpool_ext.control.agent_events import (
     AnnounceArena,
+    CarryOut,
     ConfigureReplicator,
     Effect,
     EnsureSegments,
@@ -36,6 +37,7 @@ from deadpool_ext.control.agent_events import (
     FromWorker,
     KillWorker,
     Leave,
+    ReleaseReplicator,
     SendFenceAck,
     Tick,
     ToCoordinator,
@@ -44,6 +46,7 @@ from deadpool_ext.control.agent_events import (
     WorkerEnded,
     WorkerJoined,
 )
+from deadpool_ext.control.agent_faults import Targets, carry_out
 from deadpool_ext.control.agent_state import EXIT_BROKEN, AgentState
 from deadpool_ext.control.forkserver import (
     Exited,
@@ -59,6 +62,7 @@ from deadpool_ext.control.replicator_link import ReplicatorError, ReplicatorLink
 from deadpool_ext.control.wire import Connection, WireError, new_secret
 from deadpool_ext.protocol.messages import (
     ArenaReady,
+    Emit,
     FenceAck,
     Heartbeat,
     Hello,
@@ -354,8 +358,32 @@ class Agent:
                         hosted=hosted,
                     )
                 )
+            case CarryOut():
+                await self._carry_out_fault(effect)
+            case ReleaseReplicator():
+                self._replicator.release_fault(effect.fault_id)
             case Leave():
                 self._leave(effect.code, effect.reason)
+
+    async def _carry_out_fault(self, effect: CarryOut) -> None:
+        strike, worker = effect.strike, self._workers.get(effect.token or "")
+        targets = Targets(
+            agent=os.getpid(), worker=worker.pid if worker is not None else 0, replicator=self._replicator.pid
+        )
+        await carry_out(strike, targets, self._send_now, self._warn)
+
+    async def _send_now(self, message: object) -> None:
+        """Send, and wait (bounded) until it left: what comes next may end this process."""
+        if self._coordinator is not None:
+            self._coordinator.send(message)
+            with contextlib.suppress(TimeoutError, WireError):
+                async with asyncio.timeout(DELIVERY_DEADLINE_S):
+                    await self._coordinator.drain()
+
+    def _warn(self, text: str) -> None:
+        fields = {"text": text}
+        node, generation = self._config.node, self._state.generation
+        self._send(Emit(event="warning", generation=generation, node=node, rank=None, fields=fields))
 
     def _send(self, message: object) -> None:
         if self._coordinator is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_ext.protocol.messages import NodeAddress, Replicate
+from deadpool_ext.protocol.messages import NodeAddress, Replicate, Strike
 from deadpool_ext.protocol.types import Rank, ShardSpec, Version, WorkerState
 
 # ---- events --------------------------------------------------------------------------------------------------------
@@ -41,6 +41,7 @@ class WorkerEnded:
 
     token: str
     status: int
+    cause: str = ""  # "memory": the kernel killed it because the node ran out of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +192,21 @@ class SendFenceAck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CarryOut:
+    """Carry out a fault on this node: it hits a process of it, or its memory. ``token``: the rank's worker, if any."""
+
+    strike: Strike
+    token: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleaseReplicator:
+    """The replicator's stream that stands at this fault goes on."""
+
+    fault_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
     """End every process of the node and exit with ``code``."""
 
@@ -211,5 +227,7 @@ Effect = (
     | FetchSeat
     | AnnounceArena
     | SendFenceAck
+    | CarryOut
+    | ReleaseReplicator
     | Leave
 )

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from deadpool_ext.control.agent_events import (
     AnnounceArena,
+    CarryOut,
     ConfigureReplicator,
     Effect,
     EnsureSegments,
@@ -23,6 +24,7 @@ from deadpool_ext.control.agent_events import (
     FromWorker,
     KillWorker,
     Leave,
+    ReleaseReplicator,
     ReplicatorFrozen,
     SeatFetched,
     SeatFetchFailed,
@@ -36,10 +38,12 @@ from deadpool_ext.control.agent_events import (
     WorkerJoined,
 )
 from deadpool_ext.control.agent_workers import OpenSeat, WorkerRecord
+from deadpool_ext.protocol.fault_kinds import FAULT_KINDS, Hand
 from deadpool_ext.protocol.messages import (
     Assign,
     Committed,
     Emit,
+    FaultOver,
     Fence,
     FenceDone,
     Fetched,
@@ -53,6 +57,7 @@ from deadpool_ext.protocol.messages import (
     Rendezvous,
     Replicate,
     Shutdown,
+    Strike,
     TakeSeat,
     Welcome,
     WorkerExited,
@@ -142,9 +147,22 @@ class AgentState:
                 return self._recover(message) if message.plan.generation == self.generation else []
             case HostStore():
                 return self._to_seat(message.rank, message) if message.generation == self.generation else []
+            case Strike():
+                return self._strike(message)
+            case FaultOver():
+                over = [ToWorker(token=worker.token, message=message) for worker in self._seated()]
+                return [*over, ReleaseReplicator(fault_id=message.fault_id)]
             case Rendezvous() | Finish():
                 return self._to_seats(message) if message.generation == self.generation else []
         return [self._warning(f"a message the agent does not know: {type(message).__name__}")]
+
+    def _strike(self, strike: Strike) -> list[Effect]:
+        """A fault: ranks that do it themselves are told, all of them where none is named; the rest is done here."""
+        holder = self._holder(strike.rank) if strike.rank is not None else None
+        if FAULT_KINDS[strike.fault["kind"]].hand is not Hand.WORKER:
+            return [CarryOut(strike=strike, token=holder.token if holder is not None else None)]
+        hit = self._seated() if strike.rank is None else [holder] if holder is not None else []
+        return [ToWorker(token=worker.token, message=strike) for worker in hit]
 
     def _assign(self, assign: Assign) -> list[Effect]:
         if assign.generation < self.generation:
@@ -334,7 +352,7 @@ class AgentState:
             return []
         match message:
             case WorkerExited():
-                worker.script_error = message.script_error
+                worker.last_words = message
                 return []
             case WorkerFenced():
                 worker.fenced = max(worker.fenced, message.generation)
@@ -351,8 +369,14 @@ class AgentState:
             return []
         if worker.rank is None:
             return self._warm_ended(event.status)
+        said = worker.last_words
         exited = WorkerExited(
-            rank=worker.rank, generation=self.generation, status=event.status, script_error=worker.script_error
+            rank=worker.rank,
+            generation=self.generation,
+            status=event.status,
+            script_error=said.script_error if said is not None else "",
+            cause=said.cause if said is not None else event.cause,
+            iteration=said.iteration if said is not None else None,
         )
         return [ToCoordinator(message=exited), *self._fence_progress()]
 

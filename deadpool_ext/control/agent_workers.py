@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_ext.protocol.messages import Assign
+from deadpool_ext.protocol.messages import Assign, WorkerExited
 from deadpool_ext.protocol.types import Rank, WorkerState
 
 
@@ -22,7 +22,7 @@ class WorkerRecord:
     fenced: int = -1
     unwound: int = -1
     state: WorkerState | None = None
-    script_error: str = ""
+    last_words: WorkerExited | None = None  # what it said about its own end
     condemned: bool = False  # killed by us: its end is expected
 
     @property

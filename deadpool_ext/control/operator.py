@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deadpool_ext.control import processes
+from deadpool_ext.control.agent_faults import signal_of
 from deadpool_ext.control.progress import ProgressPrinter
 from deadpool_ext.control.wire import Connection, WireError
 from deadpool_ext.protocol.messages import JobEnded, OperatorHello, Progress, Strike, Struck
@@ -79,7 +80,7 @@ class Operator:
             reader, writer = await asyncio.open_connection(*address)
             connection = await Connection.open(reader, writer, secret, client=True)
             try:
-                connection.send(OperatorHello(name=self._name))
+                connection.send(OperatorHello(name=self._name, nodes=tuple(self._children.agents)))
                 while True:
                     message = await connection.receive()
                     match message:
@@ -96,17 +97,19 @@ class Operator:
             self._ended(EXIT_STOPPED, f"the coordinator is gone ({error}); see its log")
 
     def _strike(self, strike: Strike, connection: Connection) -> None:
-        """Kill a node's whole tree in one pass, as a power cut would."""
+        """Hit a node from outside: its whole tree in one pass, as a power cut would, or its agent alone."""
         pid = self._children.agents.get(strike.node)
-        if strike.fault.get("kind") != "kill-node" or pid is None or pid not in self._alive:
+        blow = signal_of(str(strike.fault.get("kind")))
+        if blow is None or pid is None or pid not in self._alive:
             self._printer.line(f"* fault not carried out: {strike.fault.get('kind')} on {strike.node}")
             return
+        whole_tree, number = blow
         self._struck.add(strike.node)
-        tree = [pid, *processes.descendants(pid)]
+        tree = [pid, *(processes.descendants(pid) if whole_tree else [])]
         # Told first: the time is the blow's, and the record of the cause should not come after its effects.
         connection.send(Struck(fault=strike.fault, node=strike.node, rank=strike.rank, mono=time.monotonic()))
         for victim in tree:
-            processes.send_signal(victim, signal.SIGKILL)
+            processes.send_signal(victim, number)
 
     def _child_ended(self, descriptor: int, pid: int) -> None:
         loop = asyncio.get_running_loop()

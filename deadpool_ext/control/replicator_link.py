@@ -152,6 +152,10 @@ class ReplicatorLink:
             )
         )
 
+    def release_fault(self, fault_id: int) -> None:
+        """A stream that stands at this fault goes on."""
+        self._send(commands.FaultOver(fault_id=fault_id))
+
     def close(self) -> None:
         """Close the socket; the replicator ends."""
         self._sock.close()

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 
+from deadpool_ext.control.injection import Injection
 from deadpool_ext.control.processes import is_main_thread
 from deadpool_ext.control.session_errors import FencedError as FencedError
 from deadpool_ext.control.session_errors import SessionError as SessionError
@@ -34,19 +35,19 @@ from deadpool_ext.control.wire import BlockingConnection, ConnectionLostError, W
 from deadpool_ext.protocol.messages import (
     CollectiveFailed,
     Emit,
-    FaultReached,
+    FaultOver,
     Fence,
     HostStore,
     JobSpec,
     Recover,
     StoreReady,
+    Strike,
     TakeSeat,
     WorkerFenced,
 )
 
 INTERRUPT_SIGNAL: Final = signal.SIGUSR1
 INTERRUPT_REPEAT_S: Final = 0.05
-FAULT_WAIT_S: Final = 60.0
 LOST_GRACE_S: Final = 2.0
 EXIT_SESSION_LOST: Final = 70
 EXIT_FENCE_FAILED: Final = 71
@@ -79,8 +80,9 @@ class WorkerSession:
         self._fence_callbacks: list[FenceCallback] = []
         self._host_store: StoreHostCallback | None = None
         self._pending_host_store: HostStore | None = None
-        self._used_faults: set[int] = set()
-        self._drop_connections: Callable[[], None] = lambda: None
+        self.injection: Final = Injection(self, seat.job.faults)
+        self.cause_of: Callable[[BaseException], str] = _cause_of
+        self.iteration: int | None = None  # the 1-based one being computed, for whoever has to say when it ended
         self._interruptible = 0
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -117,6 +119,11 @@ class WorkerSession:
         """The newest generation known: ``generation``, or a newer one named by a fence."""
         fence = self._fence
         return self._generation if fence is None else max(self._generation, fence.generation)
+
+    @property
+    def lost(self) -> bool:
+        """True once the agent is gone."""
+        return self._lost
 
     @property
     def fenced(self) -> bool:
@@ -217,48 +224,9 @@ class WorkerSession:
             self._interruptible = 0  # once: the unwinding code must not be interrupted again
             raise FencedError(self.announced)
 
-    def set_connection_drop(self, callback: Callable[[], None]) -> None:
-        """``callback()`` breaks this worker's data connections, for the fault ``drop-connection``."""
-        self._drop_connections = callback
-
-    # ---- faults ----------------------------------------------------------------------------------------------------
-
     def fault_point(self, phase: str, step: int) -> None:
-        """If the job has an unused fault for this place, report it and wait (bounded) to be killed.
-
-        Returns at once when there is none; also when a fence arrives meanwhile: the fault then stays armed.
-        """
-        for fault in self.job.faults:
-            if not self._matches(fault, phase, step):
-                continue
-            if fault.get("kind") == "drop-connection":
-                self._used_faults.add(fault["id"])
-                self.emit("fault_injected", fault=fault)
-                self._drop_connections()
-            else:
-                self._wait_for_fault(int(fault["id"]))
-
-    def _matches(self, fault: dict[str, Any], phase: str, step: int) -> bool:
-        if fault.get("id") in self._used_faults or fault.get("step") != step or fault.get("phase") != phase:
-            return False
-        if fault.get("node") is None and fault.get("rank") is None:
-            return False
-        return fault.get("node") in (None, self.node) and fault.get("rank") in (None, self.rank)
-
-    def _wait_for_fault(self, fault_id: int) -> None:
-        started_in = self.announced
-        self.send(FaultReached(fault_id=fault_id, node=self.node, rank=self.rank))
-        end = time.monotonic() + FAULT_WAIT_S
-        with self._condition:
-            while self.announced == started_in and not self._lost:
-                remaining = end - time.monotonic()
-                if remaining <= 0:
-                    self._used_faults.add(fault_id)
-                    break
-                self._condition.wait(remaining)
-            else:
-                return
-        self.emit("warning", text=f"fault {fault_id} was reached but nobody carried it out", rank=self.rank)
+        """The main thread is at ``phase`` of the 1-based iteration ``step``; see :meth:`Injection.point`."""
+        self.injection.point(phase, step)
 
     # ---- control thread --------------------------------------------------------------------------------------------
 
@@ -306,6 +274,10 @@ class WorkerSession:
             self._on_fence_message(message)
         elif isinstance(message, HostStore):
             self._on_host_store(message)
+        elif isinstance(message, Strike):
+            self.injection.strike(message)
+        elif isinstance(message, FaultOver):
+            self.injection.over(message.fault_id)
         else:
             with self._condition:
                 if generation_of(message) >= self._seat_generation and not self._is_stale(message):
@@ -323,6 +295,7 @@ class WorkerSession:
             self._mailbox = [message for message in self._mailbox if not self._is_stale(message)]
             self._pending_host_store = None
             self._condition.notify_all()
+        self.injection.notify()
         started = time.monotonic()
         for callback in tuple(self._fence_callbacks):
             self._call_fence(callback, fence)
@@ -376,6 +349,7 @@ class WorkerSession:
         with self._condition:
             self._lost = True
             self._condition.notify_all()
+        self.injection.notify()
         if not self._closed.wait(LOST_GRACE_S):
             print(f"deadpool: the agent is gone ({reason}); this worker ends", file=sys.stderr, flush=True)
             os._exit(EXIT_SESSION_LOST)
@@ -402,6 +376,10 @@ class Interruptible:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         self._session._interruptible = 0 if isinstance(error, FencedError) else self._outer
+
+
+def _cause_of(error: BaseException) -> str:
+    return "memory" if isinstance(error, MemoryError) else "script"
 
 
 def generation_of(message: object) -> int:

@@ -47,6 +47,7 @@ class ScriptEnd:
 
     code: int
     error: str = ""
+    exception: BaseException | None = None
 
 
 def run_worker(start: WorkerStart) -> NoReturn:
@@ -88,7 +89,14 @@ def _run_seat(start: WorkerStart, seat: TakeSeat, connection: BlockingConnection
         if end.code != 0:
             with contextlib.suppress(SessionLostError):
                 session.send(
-                    WorkerExited(rank=seat.rank, generation=session.generation, status=end.code, script_error=end.error)
+                    WorkerExited(
+                        rank=seat.rank,
+                        generation=session.generation,
+                        status=end.code,
+                        script_error=end.error,
+                        cause=session.cause_of(end.exception) if end.exception is not None else "script",
+                        iteration=session.iteration,
+                    )
                 )
         leave(end.code)
     except BaseException:  # nothing may return into the fork server's stack
@@ -151,7 +159,7 @@ def run_script(argv: tuple[str, ...]) -> ScriptEnd:
         return ScriptEnd(code=worker_session.EXIT_SESSION_LOST)
     except BaseException as error:
         traceback.print_exc()
-        return ScriptEnd(code=1, error=_one_line(traceback.format_exception_only(error)[-1]))
+        return ScriptEnd(code=1, error=_one_line(traceback.format_exception_only(error)[-1]), exception=error)
     return ScriptEnd(code=0)
 
 

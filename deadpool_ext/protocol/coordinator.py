@@ -26,6 +26,7 @@ from deadpool_ext.protocol.effects import (
     Tick,
     WriteStatus,
 )
+from deadpool_ext.protocol.fault_kinds import FAULT_KINDS, Hand
 from deadpool_ext.protocol.faults import FaultSpec
 from deadpool_ext.protocol.membership import Membership
 from deadpool_ext.protocol.ring import Unprotected, replica_map
@@ -197,7 +198,10 @@ class Coordinator:
                 self._ready(node, message, now)
                 return
             case m.FaultReached():
-                self._fault_reached(message, now)
+                self._fault_reached(node, message, now)
+                return
+            case m.Struck():
+                self._struck(message)
                 return
         if not self._current(node, message):
             return
@@ -244,28 +248,39 @@ class Coordinator:
         job = self.job
         match message:
             case m.OperatorHello():
-                self._strike(job.strikes.operator_came())
+                job.launched.update(message.nodes)
             case m.Struck():
-                job.strikes.struck(message)
-                job.out.append(
-                    Log(
-                        event="fault_injected",
-                        generation=job.generation,
-                        fields={"fault": message.fault},
-                        node=message.node,
-                        rank=message.rank,
-                        mono=message.mono,
-                    )
-                )
-                recovery = job.recovery
-                if recovery is not None and not recovery.done:
-                    # The loss overtook the word of what caused it: the failure began then.
-                    lost = {failure.node for failure in recovery.failures if failure.kind == "node_lost"}
-                    if message.node in lost:
-                        recovery.failed_at = min(recovery.failed_at, message.mono)
+                self._struck(message)
 
-    def _fault_reached(self, message: m.FaultReached, now: float) -> None:
-        due = self.job.strikes.reached(message)
+    def _struck(self, message: m.Struck) -> None:
+        job = self.job
+        if not job.strikes.struck(message):
+            return
+        job.out.append(
+            Log(
+                event="fault_injected",
+                generation=job.generation,
+                fields={"fault": message.fault},
+                node=message.node,
+                rank=message.rank,
+                mono=message.mono,
+            )
+        )
+        recovery = job.recovery
+        if recovery is not None and not recovery.done:
+            # The loss overtook the word of what caused it: the failure began then.
+            for failure in recovery.failures:
+                at = job.strikes.claim(failure.node, failure.rank)
+                recovery.failed_at = min(recovery.failed_at, recovery.failed_at if at is None else at)
+        # Whoever stands at it and was not hit goes on.
+        job.send(job.members.active, m.FaultOver(fault_id=int(message.fault["id"])))
+
+    def _fault_reached(self, node: NodeId, message: m.FaultReached, now: float) -> None:
+        faults = self.job.strikes
+        if faults.is_used_up(message.fault_id):  # a process that was forked again stands where it happened before
+            self.job.send([node], m.FaultOver(fault_id=message.fault_id))
+            return
+        due = faults.reached(message, self.job.seating())
         if due is None:
             return
         group, strikes = due
@@ -277,7 +292,12 @@ class Coordinator:
             self.job.timers.start(name, now + self.job.config.deadlines.fault_group_s)
 
     def _strike(self, strikes: list[m.Strike]) -> None:
-        self.job.out.extend(SendOperators(message=strike) for strike in strikes)
+        for strike in strikes:
+            hand = FAULT_KINDS[strike.fault["kind"]].hand
+            if hand is Hand.LAUNCHER and strike.node in self.job.launched:
+                self.job.out.append(SendOperators(message=strike))
+            else:
+                self.job.send([strike.node], strike)
 
     def _tick(self, now: float) -> None:
         job = self.job
@@ -288,9 +308,9 @@ class Coordinator:
         while (name := job.timers.pop_due(now)) is not None:
             kind, _, subject = name.partition(":")
             if kind == "fault":
-                self._strike(job.strikes.timed_due(int(subject)))
+                self._strike(job.strikes.timed_due(int(subject), job.seating()))
             elif kind == "group":
-                self._strike(job.strikes.group_due(subject))
+                self._strike(job.strikes.group_due(subject, job.seating()))
             elif kind == "grace" and job.state is State.STARTING:
                 forming.on_grace_starting(job, subject, now)
             else:

@@ -137,7 +137,7 @@ def _measure(job: Job, failures: list[Failure], now: float) -> Recovery:
         recovery = job.recovery
         recovery.restart(job.generation, now)
     else:
-        struck = [job.strikes.time_of(failure.node) for failure in failures if failure.kind == "node_lost"]
+        struck = [job.strikes.claim(failure.node, failure.rank) for failure in failures]
         recovery = job.recovery = Recovery(
             generation=job.generation,
             failed_at=min([detected, *(at for at in struck if at is not None)]),

@@ -7,33 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_ext.protocol.fault_kinds import AVAILABLE as AVAILABLE
+from deadpool_ext.protocol.fault_kinds import FAULT_KINDS, FaultKind, Hand, Target
+from deadpool_ext.protocol.fault_kinds import KINDS as KINDS
 from deadpool_ext.protocol.types import NodeId, Rank, UsageError
 
-KINDS: tuple[str, ...] = (
-    "kill-rank",
-    "exit-rank",
-    "raise-rank",
-    "stop-rank",
-    "kill-node",
-    "stop-node",
-    "partition-node",
-    "heal-node",
-    "slow-node",
-    "kill-agent",
-    "stop-agent",
-    "kill-replicator",
-    "kill-coordinator",
-    "kill-spare",
-    "corrupt-replica",
-    "corrupt-slot",
-    "drop-connection",
-    "fill-disk",
-    "sticky-device-error",
-    "hold-gil",
-)
-AVAILABLE: tuple[str, ...] = ("kill-node", "drop-connection")
-#: Carried out from outside by whoever owns the process trees; the others by the worker that reaches them.
-STRUCK: frozenset[str] = frozenset({"kill-node"})
 PHASES: tuple[str, ...] = (
     "data",
     "forward",
@@ -48,12 +26,13 @@ PHASES: tuple[str, ...] = (
     "save",
     "recovery",
 )
-KEYS: tuple[str, ...] = ("rank", "node", "step", "phase", "after")
+KEYS: tuple[str, ...] = ("rank", "node", "step", "phase", "after", "seconds", "times")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultSpec:
-    """One fault. It happens when the named place reaches ``step`` and ``phase``, or ``after_s`` seconds into the run.
+    """One fault. It happens when the named place reaches ``step`` and ``phase``, ``after_s`` seconds into the run, or
+    at once where neither is given (on a live run).
 
     ``node`` is a name. ``id`` is unique within the job (the position on the command line).
     """
@@ -65,23 +44,31 @@ class FaultSpec:
     step: int | None = None  # the iteration during which it happens, counted from 1
     phase: str | None = None
     after_s: float | None = None
+    seconds: float | None = None  # how long it lasts, for kinds that last
+    times: int = 1  # it happens again when its place is reached again, so many times in all
 
     @property
     def timed(self) -> bool:
         """True: struck ``after_s`` seconds into the run; False: armed in the workers, by step and phase."""
-        return self.after_s is not None
+        return self.step is None
+
+    @property
+    def about(self) -> FaultKind:
+        """What kind of fault it is."""
+        return FAULT_KINDS[self.kind]
+
+    def is_at(self, node: NodeId, rank: Rank) -> bool:
+        """Whether this rank on this node is where the fault's step and phase are watched for.
+
+        What has no rank of its own (a spare) is watched for by rank 0.
+        """
+        if self.about.target is Target.SPARE or (self.node is None and self.rank is None):
+            return rank == 0
+        return self.node in (None, node) and self.rank in (None, rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values with the keys id, kind, node, rank, step, phase, after_s (None where not given)."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "node": self.node,
-            "rank": self.rank,
-            "step": self.step,
-            "phase": self.phase,
-            "after_s": self.after_s,
-        }
+        """Plain values with the fields' names as keys (None where not given)."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FaultSpec:
@@ -92,36 +79,36 @@ class FaultSpec:
         return cls(**values)
 
 
-def parse_fault(text: str, fault_id: int = 0, node_names: Sequence[NodeId] | None = None) -> FaultSpec:
+def parse_fault(
+    text: str, fault_id: int = 0, node_names: Sequence[NodeId] | None = None, *, live: bool = False
+) -> FaultSpec:
     """Parse one spec. Raises UsageError, one line that names what is allowed.
 
     ``node=`` takes a name or an index. ``node_names``: the job's nodes by index; without it, index 2 is ``n2`` and
-    names are not checked.
+    names are not checked. ``live``: for a running job, where a spec that names no time means now.
     """
     kind, colon, rest = text.strip().partition(":")
-    if kind not in KINDS:
-        raise UsageError(f"fault {text!r}: unknown kind {kind!r}; kinds: {' '.join(KINDS)}")
-    if kind not in AVAILABLE:
+    about = FAULT_KINDS.get(kind)
+    if about is None:
+        raise UsageError(f"fault {text!r}: unknown kind {kind!r}; kinds: {' '.join(AVAILABLE)}")
+    if not about.available:
         raise UsageError(f"fault {text!r}: {kind} is not available yet; available: {' '.join(AVAILABLE)}")
     given = _pairs(text, rest if colon else "")
-    if kind == "kill-node" and "rank" in given:
-        raise UsageError(f"fault {text!r}: kill-node takes node=, not rank=")
-    if kind == "kill-node" and "node" not in given:
-        raise UsageError(f"fault {text!r}: kill-node needs node=NAME or node=INDEX")
-    if kind == "drop-connection" and not given.keys() & {"node", "rank"}:
-        raise UsageError(
-            f"fault {text!r}: drop-connection needs rank=R, or node=NAME for the node's first worker there"
-        )
-    timed = "after" in given
-    if timed and kind not in STRUCK:
-        raise UsageError(f"fault {text!r}: {kind} takes step=K with phase=, not after=")
-    if timed and ("step" in given or "phase" in given):
+    _check_place(text, about, given)
+    timed = "after" in given or (live and "step" not in given)
+    if "after" in given and ("step" in given or "phase" in given):
         raise UsageError(f"fault {text!r}: after= and step=/phase= contradict each other; give one or the other")
     if not timed and "step" not in given:
         raise UsageError(f"fault {text!r}: say when: step=K with phase={'|'.join(PHASES)}, or after=SECONDS")
+    if timed and "phase" in given:
+        raise UsageError(f"fault {text!r}: phase= needs step=")
     phase = given.get("phase", None if timed else "forward")
     if phase is not None and phase not in PHASES:
         raise UsageError(f"fault {text!r}: unknown phase {phase!r}; phases: {' '.join(PHASES)}")
+    if "seconds" in given and about.seconds is None:
+        raise UsageError(f"fault {text!r}: {kind} does not last, so it takes no seconds=")
+    if "times" in given and (timed or about.hand is not Hand.WORKER):
+        raise UsageError(f"fault {text!r}: times= goes with step= and a fault that a rank does to itself")
     return FaultSpec(
         id=fault_id,
         kind=kind,
@@ -129,8 +116,24 @@ def parse_fault(text: str, fault_id: int = 0, node_names: Sequence[NodeId] | Non
         rank=_whole(text, "rank", given["rank"], least=0) if "rank" in given else None,
         step=_whole(text, "step", given["step"], least=1) if "step" in given else None,
         phase=phase,
-        after_s=_seconds(text, given["after"]) if timed else None,
+        after_s=_seconds(text, "after", given.get("after", "0")) if timed else None,
+        seconds=_seconds(text, "seconds", given["seconds"]) if "seconds" in given else about.seconds,
+        times=_whole(text, "times", given.get("times", "1"), least=1),
     )
+
+
+def _check_place(text: str, about: FaultKind, given: Mapping[str, str]) -> None:
+    """What is hit must be said, and only that."""
+    kind = about.name
+    if about.target is Target.NODE:
+        if "rank" in given:
+            raise UsageError(f"fault {text!r}: {kind} takes node=, not rank=")
+        if "node" not in given:
+            raise UsageError(f"fault {text!r}: {kind} needs node=NAME or node=INDEX")
+    elif about.target is Target.SPARE and "rank" in given:
+        raise UsageError(f"fault {text!r}: {kind} takes node= (or nothing: the first spare), not rank=")
+    elif about.target is Target.RANK and not given.keys() & {"node", "rank"}:
+        raise UsageError(f"fault {text!r}: {kind} needs rank=R, or node=NAME for the node's first worker there")
 
 
 def parse_faults(texts: Sequence[str], node_names: Sequence[NodeId] | None = None) -> tuple[FaultSpec, ...]:
@@ -177,11 +180,11 @@ def _whole(text: str, key: str, value: str, *, least: int) -> int:
     return int(value)
 
 
-def _seconds(text: str, value: str) -> float:
+def _seconds(text: str, key: str, value: str) -> float:
     try:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
-        raise UsageError(f"fault {text!r}: after={value} must be a number of seconds, 0 or more")
+        raise UsageError(f"fault {text!r}: {key}={value} must be a number of seconds, 0 or more")
     return seconds

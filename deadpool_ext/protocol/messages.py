@@ -23,6 +23,7 @@ class JobSpec:
     layout: Layout
     faults: tuple[dict[str, Any], ...] = ()  # parsed fault specs, each with an "id"
     options: dict[str, float] = field(default_factory=dict)  # deadlines in seconds, by name
+    policy: dict[str, Any] = field(default_factory=dict)  # what the script's --deadpool-* arguments ask for, by name
     log_dir: str = ""  # logs/NODE/RANK.log below it; empty: inherit stdout
 
 
@@ -108,6 +109,8 @@ class WorkerExited:
     generation: int
     status: int  # exit code, or minus the signal number
     script_error: str = ""
+    cause: str = ""  # of a script_error: "script", "device" or "memory"; of a kill: "memory" where the kernel did it
+    iteration: int | None = None  # the 1-based iteration that was being computed, where known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,14 +376,15 @@ class WorkerUnwound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorHello:
-    """A launcher that can strike nodes from outside (it owns their process trees) and shows progress."""
+    """A launcher that can strike nodes from outside (those whose process trees it owns) and shows progress."""
 
     name: str
+    nodes: tuple[str, ...] = ()  # whose process trees it owns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strike:
-    """Coordinator -> operator: carry out this fault now."""
+    """Coordinator -> operator, or agent (which passes it on to the ranks that do it themselves): do this now."""
 
     fault: dict[str, Any]
     node: str
@@ -389,12 +393,19 @@ class Strike:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Struck:
-    """Operator -> coordinator: done, at this monotonic time (same machine) in seconds."""
+    """The answer: done, at this monotonic time (of the machine that did it) in seconds."""
 
     fault: dict[str, Any]
     node: str
     rank: int | None
     mono: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultOver:
+    """Coordinator -> agent -> workers: whoever stands at this fault goes on, if he still can."""
+
+    fault_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from deadpool_ext.protocol.plan import BadCopy
 from deadpool_ext.protocol.records import Failure, SeatBook, StepLedger
 from deadpool_ext.protocol.recovery import Recovery
 from deadpool_ext.protocol.ring import ReplicaMap
-from deadpool_ext.protocol.strikes import Strikes
+from deadpool_ext.protocol.strikes import Seating, Strikes
 from deadpool_ext.protocol.timers import Timers
 from deadpool_ext.protocol.types import NodeId, Rank, ShardSpec
 
@@ -44,6 +44,7 @@ class Job:
     state: State = State.FORMING
     generation: int = 0
     reason: str = ""  # why it stopped
+    launched: set[NodeId] = field(default_factory=set)  # whose process trees a connected launcher owns
     departed: set[NodeId] = field(default_factory=set)  # left while forming, not back yet
     specs: dict[Rank, ShardSpec] = field(default_factory=dict)
     facts: dict[Rank, dict[str, Any]] = field(default_factory=dict)  # by seat, for newcomers to construct alone
@@ -99,6 +100,10 @@ class Job:
             replica_of=self.replica_map,
             addresses=self.members.addresses(),
         )
+
+    def seating(self) -> Seating:
+        """What a fault needs to know of who sits where."""
+        return Seating(seat_nodes=self.members.seat_nodes, spares=self.members.spares, replica_of=self.replica_map)
 
     def note_failure(self, failure: Failure) -> None:
         """Log a failure and what was concluded, and keep it for ``final.json``."""

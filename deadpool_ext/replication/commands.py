@@ -69,6 +69,13 @@ class DropConnections:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FaultOver:
+    """Fault injection: a stream that stands at this fault goes on."""
+
+    fault_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
     """Exit."""
 
@@ -177,7 +184,7 @@ class Problem:
     peer: str | None = None
 
 
-Command = Configure | Freeze | Fetch | DropConnections | Stop
+Command = Configure | Freeze | Fetch | DropConnections | FaultOver | Stop
 Reply = (
     Listening
     | Configured
@@ -201,7 +208,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Configure, Freeze, Fetch, DropConnections, Stop),
+        *(Configure, Freeze, Fetch, DropConnections, FaultOver, Stop),
         *(Listening, Configured, Frozen, FetchDone, FetchFailed, CommittedSeen),
         *(ReplicaSealed, Hosted, FaultPointReached, Problem),
     )

@@ -77,7 +77,7 @@ class Generation:
         *,
         node: str,
         secret: bytes,
-        fired_faults: set[int],
+        fired_faults: dict[int, asyncio.Event],
         say: Callable[[Reply], None],
         crashed: Callable[[BaseException], None],
     ) -> None:

@@ -113,15 +113,15 @@ async def _send(generation: Generation, channel: Channel, rank: int, target: str
 
 
 async def _fault_point(generation: Generation, rank: int, version: Version) -> None:
-    """If a fault is armed here, say so once and stand still: this process is about to be hit from outside."""
+    """If a fault is armed here, say so once and stand still until it was carried out, maybe on this process."""
     for fault in generation.configure.faults:
         if fault.get("phase") != "h2h" or fault.get("step") != version.v or fault["id"] in generation.fired_faults:
             continue
         if fault.get("node") != generation.node and fault.get("rank") != rank:
             continue
-        generation.fired_faults.add(fault["id"])
+        over = generation.fired_faults[fault["id"]] = asyncio.Event()
         generation.say(FaultPointReached(generation=generation.number, fault_id=fault["id"], rank=rank))
-        await asyncio.Event().wait()  # until the generation ends
+        await over.wait()  # or until the generation ends
 
 
 async def tell_done(generation: Generation, peer: NodeAddress) -> None:

@@ -17,6 +17,7 @@ from deadpool_ext.replication.commands import (
     Configure,
     Configured,
     DropConnections,
+    FaultOver,
     Fetch,
     FetchFailed,
     Freeze,
@@ -69,7 +70,7 @@ class Replicator:
         self._floor = 0  # the newest generation heard of from the agent: older ones have no effect
         self._generation: Generation | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._fired_faults: set[int] = set()
+        self._fired_faults: dict[int, asyncio.Event] = {}  # by id: set when the stream that stands there may go on
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
@@ -97,6 +98,8 @@ class Replicator:
             if message is None or isinstance(message, Stop):
                 return
             match message:
+                case FaultOver():
+                    self._fired_faults.setdefault(message.fault_id, asyncio.Event()).set()
                 case Configure() | Freeze() | Fetch() | DropConnections():
                     await self._carry_out(message)
                 case _:

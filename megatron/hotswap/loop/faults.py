@@ -5,6 +5,7 @@ Nothing is installed for phases that no fault of the job names, so that an ordin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,33 +15,31 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 from megatron.training import training as upstream
 
+from deadpool_ext.control.injection import Injection
 from megatron.hotswap.state.metadata import TrainerState
 from megatron.hotswap.state.shards import leaf_optimizers
-
-FaultPoint = Callable[[str, int], None]
 
 
 class TrainerFaults:
     """Puts fault points into forward, backward, gradient sync and optimizer of one trainer."""
 
-    def __init__(self, phases: frozenset[str], point: FaultPoint) -> None:
-        """``phases`` that any fault of the job names; ``point(phase, step)`` blocks until killed if one matches."""
-        self._phases = phases
-        self._point = point
+    def __init__(self, injection: Injection) -> None:
+        """``injection``: the process's own faults; phases that none of them names are not hooked."""
+        self._injection = injection
+        self._phases = injection.phases
         self._microbatch = 0
 
     def reach(self, phase: str, step: int | None = None) -> None:
         """Announce ``phase`` of the 1-based iteration ``step`` (default: the one being computed)."""
-        if phase in self._phases:
-            self._point(phase, get_args().curr_iteration + 1 if step is None else step)
+        self._injection.point(phase, get_args().curr_iteration + 1 if step is None else step)
 
     def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's forward step function; the second microbatch counts, or the only one."""
-        if not self._phases & {"forward", "eval"}:
-            return original
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
+                if self._microbatch % get_num_microbatches() == 0 and self._injection.slow_s:
+                    time.sleep(self._injection.slow_s)
                 if self._microbatch % get_num_microbatches() == min(1, get_num_microbatches() - 1):
                     self.reach("forward")
                 self._microbatch += 1

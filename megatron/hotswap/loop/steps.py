@@ -133,6 +133,7 @@ class StepKeeper:
         ticket, self._ticket = self._ticket, None
         ticket.finish(meta)
         self.captured = version
+        self.session.iteration = iteration + 1
         self.session.emit(
             "snapshot_sealed", version=iteration, bytes=ticket.nbytes + len(meta), seconds=ticket.d2h_seconds
         )
@@ -188,6 +189,7 @@ class StepKeeper:
         """After a restore: report the records that came with it; those already known are dropped by the receiver."""
         self._previous_end = time.monotonic()
         self.stall_s = 0.0
+        self.session.iteration = self.captured.v + 1
         if self._recorder:
             for record in self.state.records:
                 self.session.send(StepDone(generation=self.session.generation, rank=self.session.rank, record=record))

@@ -44,6 +44,7 @@ from deadpool_ext.protocol.types import (
 )
 from deadpool_ext.replication.errors import FencedError as BoardFencedError
 from deadpool_ext.replication.errors import GateTimeoutError, StoppedError
+from megatron.hotswap.device.health import break_device, cause_of, probe_device
 from megatron.hotswap.loop.faults import TrainerFaults
 from megatron.hotswap.loop.reentry import run_resets
 from megatron.hotswap.loop.steps import StepKeeper
@@ -66,8 +67,7 @@ class ResilientWorker:
         self.communicators = communicators
         self.sabotage = sabotage
         self.options = session.job.options
-        phases = frozenset(fault["phase"] for fault in session.job.faults if fault.get("phase"))
-        self.faults = TrainerFaults(phases, session.fault_point)
+        self.faults = TrainerFaults(session.injection)
         self.cursor = DataCursor(self._fetching)
         self.state: TrainerState | None = None
         self.shards: FlatShards | None = None
@@ -77,10 +77,12 @@ class ResilientWorker:
         self.loading = False  # upstream loads a checkpoint
         self.joined_at = 0  # for a newcomer: the region that the survivors are in
         self._facts: dict[str, list[Any]] = {}
+        session.cause_of = cause_of
         self._alone = session.solo  # a newcomer that builds alone has nothing in flight that a fence could concern
         session.on_fence(self._on_fence)
         session.set_store_host(self._host_store)
-        session.set_connection_drop(self._drop_connections)
+        session.injection.set_action("drop-connection", lambda fault: self._drop_connections())
+        session.injection.set_action("sticky-device-error", lambda fault: break_device())
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -285,6 +287,7 @@ class ResilientWorker:
         """Out of the trainer: wait for the fence if it is not here yet, say what the live tensors hold."""
         assert self.state is not None
         self._await_fence(detail)
+        probe_device()  # what made a neighbour fail may have broken this process too: then it ends, and is forked again
         self.faults.restart()
         live, dirty = (None, True) if self.keeper is None else self.keeper.stop()
         state = WorkerState(rank=self.session.rank, live=None if dirty else live, dirty=dirty)

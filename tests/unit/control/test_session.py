@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deadpool_ext.control import injection
 from deadpool_ext.control import session as session_module
 from deadpool_ext.control.session import (
     FencedError,
@@ -23,12 +24,15 @@ from deadpool_ext.control.wire import BlockingConnection
 from deadpool_ext.protocol.messages import (
     ArenaReady,
     CollectiveFailed,
+    FaultOver,
     FaultReached,
     Fence,
     Finish,
     HostStore,
     Rendezvous,
     StoreReady,
+    Strike,
+    Struck,
     WorkerFenced,
 )
 
@@ -186,12 +190,67 @@ def test_a_fault_point_reports_and_waits_until_fenced(open_session: Open) -> Non
 
 
 def test_a_fault_nobody_carries_out_is_given_up(open_session: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "FAULT_WAIT_S", 0.05)
+    monkeypatch.setattr(injection, "FAULT_WAIT_S", 0.05)
     agent, session = open_session(faults=(FAULT,))
     session.fault_point("forward", 5)
     assert isinstance(agent.receive(), FaultReached)
     assert agent.receive().event == "warning"
     session.fault_point("forward", 5)  # used
+
+
+def test_whoever_stands_at_a_fault_goes_on_when_it_is_over(open_session: Open) -> None:
+    agent, session = open_session(faults=(FAULT,))
+    thread = threading.Thread(target=lambda: (agent.receive(), agent.send(FaultOver(fault_id=3))))
+    thread.start()
+    session.fault_point("forward", 5)
+    thread.join(10)
+
+
+def test_what_a_rank_does_to_itself_happens_where_it_stands(open_session: Open) -> None:
+    fault = FAULT | {"kind": "raise-rank", "node": None, "rank": 0}
+    agent, session = open_session(faults=(fault,))
+    told: list[Any] = []
+
+    def serve() -> None:
+        told.append(agent.receive())
+        agent.send(Strike(fault=fault, node="n0", rank=0))
+        told.append(agent.receive())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(injection.InjectedError, match="fault 3"):
+        session.fault_point("forward", 5)
+    thread.join(10)
+    assert [type(message) for message in told] == [FaultReached, Struck]
+
+
+def test_a_strike_for_the_main_thread_waits_for_the_next_place(open_session: Open) -> None:
+    agent, session = open_session()
+    agent.send(Strike(fault=FAULT | {"kind": "raise-rank", "step": None, "phase": None}, node="n0", rank=0))
+    end = time.monotonic() + 10
+    with pytest.raises(injection.InjectedError):
+        while time.monotonic() < end:
+            session.fault_point("forward", 1)
+
+
+def test_the_lock_is_held_for_as_long_as_said() -> None:
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    injection.hold_gil(0.3)
+    ended = time.monotonic()
+    stop.set()
+    thread.join(10)
+    assert ended - began >= 0.29
+    assert not [at for at in ticks if began + 0.05 < at < ended - 0.05]
 
 
 @pytest.mark.parametrize("change", [{"node": "n1"}, {"rank": 1, "node": None}, {"step": None}])

@@ -28,8 +28,14 @@ def test_by_time_and_node_index() -> None:
     [
         ("kill-nod:node=1,step=1", "unknown kind 'kill-nod'; kinds: kill-rank"),
         ("", "unknown kind ''"),
-        ("stop-node:node=1,step=1", "stop-node is not available yet; available: kill-node"),
-        ("kill-node:node=1,stepp=1", "unknown key 'stepp'; keys: rank= node= step= phase= after="),
+        ("fill-disk:node=1,step=1", "fill-disk is not available yet; available: kill-rank"),
+        ("kill-rank:step=1", "kill-rank needs rank=R, or node=NAME"),
+        ("kill-spare:rank=1,step=1", "kill-spare takes node= (or nothing: the first spare)"),
+        ("kill-rank:rank=1,step=1,seconds=3", "kill-rank does not last"),
+        ("kill-rank:rank=1,step=1,times=3", "times= goes with step="),
+        ("raise-rank:rank=1,after=1,times=3", "times= goes with step="),
+        ("kill-rank:rank=1,phase=gate", "say when: step=K"),
+        ("kill-node:node=1,stepp=1", "unknown key 'stepp'; keys: rank= node= step= phase= after= seconds= times="),
         ("kill-node:node=1,step=1,phase=sideways", "unknown phase 'sideways'; phases: data forward"),
         ("kill-node:node=1", "say when: step=K"),
         ("kill-node", "kill-node needs node="),
@@ -72,3 +78,22 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
 
 def test_available_kinds_are_kinds() -> None:
     assert set(AVAILABLE) <= set(KINDS)
+
+
+def test_on_a_live_run_no_time_means_now() -> None:
+    fault = parse_fault("kill-rank:rank=3", live=True)
+    assert (fault.timed, fault.after_s, fault.step) == (True, 0.0, None)
+    with pytest.raises(UsageError, match="phase= needs step="):
+        parse_fault("kill-rank:rank=3,phase=gate", live=True)
+
+
+def test_kinds_that_last_have_a_default_and_take_another() -> None:
+    assert parse_fault("hold-gil:rank=1,step=2").seconds == 30.0
+    assert parse_fault("hold-gil:rank=1,step=2,seconds=4").seconds == 4.0
+
+
+def test_who_watches_for_a_fault() -> None:
+    assert parse_fault("kill-spare:step=2").is_at("n0", 0)
+    assert not parse_fault("kill-spare:node=4,step=2").is_at("n1", 2)
+    assert parse_fault("kill-rank:node=n1,step=2").is_at("n1", 3)
+    assert not parse_fault("kill-rank:rank=2,step=2").is_at("n1", 3)

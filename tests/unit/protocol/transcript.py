@@ -159,7 +159,13 @@ class Transcript:
                 return m.CollectiveFailed(**where, detail=given.get("detail", "reset"))
             case "WorkerExited":
                 error = given.get("script_error", "").replace("_", " ")
-                return m.WorkerExited(**where, status=int(given.get("status", "0")), script_error=error)
+                return m.WorkerExited(
+                    **where,
+                    status=int(given.get("status", "0")),
+                    script_error=error,
+                    cause=given.get("cause", "script" if error else ""),
+                    iteration=int(given["iteration"]) if "iteration" in given else None,
+                )
             case "FenceDone":
                 return m.FenceDone(node=node, generation=generation)
             case "FenceAck":
@@ -190,7 +196,7 @@ class Transcript:
             case "FaultReached":
                 return m.FaultReached(fault_id=int(given["id"]), node=node, rank=rank)
             case "OperatorHello":
-                return m.OperatorHello(name="launcher")
+                return m.OperatorHello(name="launcher", nodes=tuple(self.coordinator.job.members.members))
             case "Struck":
                 return m.Struck(
                     fault={"id": int(given["id"])}, node=given["node"], rank=None, mono=float(given["mono"])
