@@ -38,7 +38,9 @@ from deadpool_ext.control.agent_events import (
     KillWorker,
     Leave,
     ReleaseReplicator,
+    ReplicatorEnded,
     SendFenceAck,
+    StartReplicator,
     Tick,
     ToCoordinator,
     ToWorker,
@@ -58,7 +60,7 @@ from deadpool_ext.control.forkserver import (
     ServerReady,
 )
 from deadpool_ext.control.node_memory import NodeMemory
-from deadpool_ext.control.replicator_link import ReplicatorError, ReplicatorLink
+from deadpool_ext.control.replicator_link import ReplicatorLink
 from deadpool_ext.control.wire import Connection, WireError, new_secret
 from deadpool_ext.protocol.messages import (
     ArenaReady,
@@ -132,7 +134,6 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self._leave, 128 + signal.SIGTERM, "SIGTERM")
         server = await asyncio.start_unix_server(self._accept_worker, path=f"\0{self._socket_name}")
         loop.add_reader(self._fork_server.fileno(), self._on_fork_server)
-        loop.add_reader(self._replicator.fileno(), self._on_replicator)
         for work in (self._carry_out_all(), self._beat(), self._tick(), self._talk_to_coordinator()):
             self._spawn(work)
         self._push(self._state.start())
@@ -143,7 +144,6 @@ class Agent:
             return leave.code
         finally:
             loop.remove_reader(self._fork_server.fileno())
-            loop.remove_reader(self._replicator.fileno())
             server.close()
             for task in tuple(self._tasks):
                 task.cancel()
@@ -216,7 +216,7 @@ class Agent:
 
     async def _join(self) -> tuple[Connection, NodeAddress]:
         async with asyncio.timeout(self._config.connect_deadline_s):
-            host, port = await self._replicator.listening()
+            host, port = self._replicator.address
             while True:
                 try:
                     reader, writer = await asyncio.open_connection(*self._config.coordinator)
@@ -268,7 +268,11 @@ class Agent:
                 case PreloadFailed():
                     self._leave(EXIT_BROKEN, f"a preload failed: {report.detail}")
                 case Forked():
-                    self._workers.setdefault(report.token, WorkerLink()).pid = report.pid
+                    if not self._replicator.forked(report.token, report.pid):
+                        self._workers.setdefault(report.token, WorkerLink()).pid = report.pid
+                case Exited() if report.pid == self._replicator.pid:
+                    self._replicator.ended(self._on_replicator)
+                    self._handle(ReplicatorEnded(status=report.status))
                 case Exited():
                     self._spawn(self._worker_exited(report))
 
@@ -286,24 +290,18 @@ class Agent:
 
     def _kill_orphans(self) -> None:
         """End what a dead worker left behind: it is our child now (see :func:`processes.adopt_orphans`)."""
-        known = {self._fork_server.pid, self._replicator.pid}
         for pid in processes.children(os.getpid()):
-            if pid not in known:
+            if pid != self._fork_server.pid:
                 processes.kill_tree(pid)
                 processes.reap(pid)
 
     # ---- replicator ------------------------------------------------------------------------------------------------
 
-    def _on_replicator(self) -> None:
-        try:
-            for item in self._replicator.events():
-                if isinstance(item, ToCoordinator):
-                    self._push([item])
-                else:
-                    self._handle(item)
-        except ReplicatorError as error:
-            asyncio.get_running_loop().remove_reader(self._replicator.fileno())
-            self._leave(EXIT_BROKEN, str(error))
+    def _on_replicator(self, item: Event | ToCoordinator) -> None:
+        if isinstance(item, ToCoordinator):
+            self._push([item])
+        else:
+            self._handle(item)
 
     # ---- effects ---------------------------------------------------------------------------------------------------
 
@@ -333,6 +331,11 @@ class Agent:
                     processes.kill_tree(link.pid)
             case FenceBoard():
                 self._memory.board.fence(effect.generation)
+            case StartReplicator():
+                if effect.after_death:
+                    self._memory.reset_hosted()
+                with contextlib.suppress(ForkServerError):  # its end is reported on its own
+                    self._replicator.start(self._fork_server, self._on_replicator)
             case FreezeReplicator():
                 self._replicator.freeze(effect.generation)
             case EnsureSegments():
@@ -419,11 +422,17 @@ def run_agent(config: AgentConfig) -> int:
     """Process main of a node. Call in a single-threaded process; returns the exit code when the job is over."""
     processes.name_process(f"dp-agent {config.node}")
     worker_secret = new_secret()
-    # Both are forked before the event loop and any thread exist.
+    # Forked before the event loop and any thread exist, and before there is anything that it must not inherit.
     fork_server = ForkServer.start(
-        ForkServerConfig(node=config.node, secret=worker_secret, preload=config.preload, host=config.host)
+        ForkServerConfig(
+            node=config.node,
+            secret=worker_secret,
+            job_secret=config.secret,
+            preload=config.preload,
+            host=config.host,
+        )
     )
-    replicator = ReplicatorLink.start(config.host, config.secret, config.node, close=fork_server)
+    replicator = ReplicatorLink(config.node, config.host)
     processes.adopt_orphans()
 
     async def main() -> int:

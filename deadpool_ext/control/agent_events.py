@@ -52,6 +52,13 @@ class ReplicatorFrozen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicatorEnded:
+    """The replicator's process was reaped, and all it had said was delivered: it touches no slot any more."""
+
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SeatFetched:
     """A seat's state of the target version is sealed in this node's own segment."""
 
@@ -90,6 +97,7 @@ Event = (
     | FromWorker
     | WorkerEnded
     | ReplicatorFrozen
+    | ReplicatorEnded
     | SeatFetched
     | SeatFetchFailed
     | VersionCommitted
@@ -133,6 +141,13 @@ class FenceBoard:
     """Write the newest generation to the node's board."""
 
     generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartReplicator:
+    """Have the fork server make a replicator. ``after_death``: give back what its predecessor left half-written."""
+
+    after_death: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +235,7 @@ Effect = (
     | ForkWorkers
     | KillWorker
     | FenceBoard
+    | StartReplicator
     | FreezeReplicator
     | EnsureSegments
     | VoidAbove

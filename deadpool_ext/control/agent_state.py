@@ -25,10 +25,12 @@ from deadpool_ext.control.agent_events import (
     KillWorker,
     Leave,
     ReleaseReplicator,
+    ReplicatorEnded,
     ReplicatorFrozen,
     SeatFetched,
     SeatFetchFailed,
     SendFenceAck,
+    StartReplicator,
     Tick,
     ToCoordinator,
     ToWorker,
@@ -37,6 +39,7 @@ from deadpool_ext.control.agent_events import (
     WorkerEnded,
     WorkerJoined,
 )
+from deadpool_ext.control.agent_replicator import ReplicatorRecord
 from deadpool_ext.control.agent_workers import OpenSeat, WorkerRecord
 from deadpool_ext.protocol.fault_kinds import FAULT_KINDS, Hand
 from deadpool_ext.protocol.messages import (
@@ -90,6 +93,7 @@ class AgentState:
         self._ready_sent = False
         self._ever_seated = False
         self._warm_deaths = 0
+        self._replicator = ReplicatorRecord()
         self._frozen = -1
         self._fence_done = -1
         self._fence_acked = -1
@@ -97,8 +101,8 @@ class AgentState:
         self._leaving = False
 
     def start(self) -> list[Effect]:
-        """Fork the first warm workers."""
-        return self._fork(self._target)
+        """Fork the replicator and the first warm workers."""
+        return [StartReplicator(), *self._fork(self._target)]
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about ``event``, in order. ``now``: monotonic seconds."""
@@ -116,6 +120,8 @@ class AgentState:
             case ReplicatorFrozen():
                 self._frozen = max(self._frozen, event.generation)
                 return self._fence_progress()
+            case ReplicatorEnded():
+                return self._replicator_ended(event, now)
             case SeatFetched():
                 return self._report_fetch(event)
             case SeatFetchFailed():
@@ -225,6 +231,7 @@ class AgentState:
             if any(replicate.seat_nodes[peer] == self.node for peer in peers)
         }
         specs = {spec.rank: spec for spec in replicate.specs}
+        self._replicator.configured(replicate)
         effects: list[Effect] = [
             EnsureSegments(
                 own=tuple(specs[rank] for rank in own), hosted=tuple(specs[rank] for rank in sorted(hosted))
@@ -254,9 +261,9 @@ class AgentState:
                 source = addresses.get(seat.source_node or "")
                 invariant(source is not None, f"the plan's source {seat.source_node} has no address")
                 assert source is not None
-                effects.append(
-                    FetchSeat(generation=plan.generation, rank=seat.rank, version=plan.target, source=source)
-                )
+                fetch = FetchSeat(generation=plan.generation, rank=seat.rank, version=plan.target, source=source)
+                self._replicator.fetching(fetch)
+                effects.append(fetch)
         return effects + self._to_seats(recover)
 
     def _to_seat(self, rank: Rank, message: Any) -> list[Effect]:
@@ -399,13 +406,25 @@ class AgentState:
 
     # ---- replicator ------------------------------------------------------------------------------------------------
 
+    def _replicator_ended(self, event: ReplicatorEnded, now: float) -> list[Effect]:
+        fence = self.fence
+        fenced = fence is not None and fence.generation == self.generation
+        effects = self._replicator.ended(self.generation, fenced=fenced, now=now)
+        how = f"the replicator of node {self.node} ended with status {event.status}"
+        if effects is None:
+            return self._leave(EXIT_BROKEN, f"{how}, for the {self._replicator.deaths}th time in a short while")
+        fields = {"kind": "replicator_restarted", "reason": how, "deaths": self._replicator.deaths}
+        return [*effects, self._emit("warning", fields)]
+
     def _report_fetch(self, event: SeatFetched) -> list[Effect]:
+        self._replicator.answered(event)
         if event.generation != self.generation:
             return []
         fetched = Fetched(generation=event.generation, rank=event.rank, nbytes=event.nbytes, seconds=event.seconds)
         return [ToCoordinator(message=fetched)]
 
     def _report_fetch_failure(self, event: SeatFetchFailed) -> list[Effect]:
+        self._replicator.answered(event)
         if event.generation != self.generation:
             return []
         failed = FetchFailed(
@@ -418,6 +437,9 @@ class AgentState:
         return [Leave(code=code, reason=reason)]
 
     def _warning(self, text: str, rank: Rank | None = None) -> ToCoordinator:
+        return self._emit("warning", {"text": text}, rank)
+
+    def _emit(self, event: str, fields: dict[str, Any], rank: Rank | None = None) -> ToCoordinator:
         return ToCoordinator(
-            message=Emit(event="warning", generation=self.generation, node=self.node, rank=rank, fields={"text": text})
+            message=Emit(event=event, generation=self.generation, node=self.node, rank=rank, fields=fields)
         )

@@ -1,4 +1,4 @@
-"""The fork server: imports everything once, stays single-threaded, and forks warm workers on request.
+"""The fork server: imports everything once, stays single-threaded, and forks warm workers and replicators on request.
 
 Forking a process that has threads or an accelerator context copies locks that nobody will release; therefore this
 process does nothing but wait. The agent starts it before its own event loop and talks to it over a socket pair.
@@ -14,7 +14,9 @@ import selectors
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NoReturn
 
 import msgspec
@@ -22,6 +24,7 @@ import msgspec
 from deadpool_ext.control.processes import die_with_parent, name_process, reset_signals, thread_count
 from deadpool_ext.control.worker import WorkerStart, run_worker
 from deadpool_ext.protocol.types import DeadpoolError
+from deadpool_ext.replication.replicator import run_replicator
 
 EXIT_PRELOAD_FAILED: Final = 74
 _RECORD_BYTES: Final = 1 << 16
@@ -36,6 +39,12 @@ class ForkWorkers(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     tokens: tuple[str, ...]
     socket_name: str
+
+
+class ForkReplicator(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Agent -> fork server: fork a replicator. Its command socket and its listener come with the message."""
+
+    token: str
 
 
 class ServerReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -59,7 +68,7 @@ class Forked(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Fork server -> agent: a worker ended and was reaped. ``status``: exit code, or minus the signal number."""
+    """Fork server -> agent: a process that it forked ended and was reaped. ``status``: exit code, or minus the signal number."""
 
     pid: int
     status: int
@@ -69,15 +78,17 @@ Report = ServerReady | PreloadFailed | Forked | Exited
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _report_decoder: Final = msgspec.msgpack.Decoder(Report)
-_command_decoder: Final = msgspec.msgpack.Decoder(ForkWorkers)
+_command_decoder: Final = msgspec.msgpack.Decoder(ForkWorkers | ForkReplicator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerConfig:
-    """``preload``: modules to import before the first fork. ``secret``: workers prove themselves with it."""
+    """``preload``: modules to import before the first fork. ``secret``: workers prove themselves with it.
+    ``job_secret``: replicators of the job know each other by it."""
 
     node: str
     secret: bytes = field(repr=False)
+    job_secret: bytes = field(repr=False, default=b"")
     preload: tuple[str, ...] = ()
     host: str = "127.0.0.1"  # where other nodes reach this one
 
@@ -117,6 +128,14 @@ class ForkServer:
         """Ask for one worker per token. Raises :class:`ForkServerError` if the server is gone."""
         try:
             self._sock.send(_encode(ForkWorkers(tokens=tokens, socket_name=socket_name)))
+        except OSError as error:
+            raise ForkServerError(f"the fork server is gone: {error}") from error
+
+    def fork_replicator(self, token: str, commands: socket.socket, listener: socket.socket) -> None:
+        """Ask for a replicator that obeys the other end of ``commands`` and serves ``listener``; both may be closed
+        here afterwards. Raises :class:`ForkServerError` if the server is gone."""
+        try:
+            socket.send_fds(self._sock, [_encode(ForkReplicator(token=token))], [commands.fileno(), listener.fileno()])
         except OSError as error:
             raise ForkServerError(f"the fork server is gone: {error}") from error
 
@@ -169,19 +188,23 @@ def _serve(sock: socket.socket, config: ForkServerConfig) -> NoReturn:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sock:
-                    data = sock.recv(_RECORD_BYTES)
+                    data, descriptors, _, _ = socket.recv_fds(sock, _RECORD_BYTES, 2)
                     if not data:
                         os._exit(0)
                     command = _command_decoder.decode(data)
-                    for token in command.tokens:
-                        _fork_worker(sock, selector, config, command.socket_name, token)
+                    match command:
+                        case ForkWorkers():
+                            for token in command.tokens:
+                                _fork(sock, selector, token, partial(_be_worker, config, command.socket_name, token))
+                        case ForkReplicator():
+                            _fork(sock, selector, command.token, partial(_be_replicator, config, descriptors))
+                    for descriptor in descriptors:
+                        os.close(descriptor)
                 else:
                     _reap(sock, selector, key.fd, key.data)
 
 
-def _fork_worker(
-    sock: socket.socket, selector: selectors.BaseSelector, config: ForkServerConfig, socket_name: str, token: str
-) -> None:
+def _fork(sock: socket.socket, selector: selectors.BaseSelector, token: str, main: Callable[[], None]) -> None:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -192,17 +215,27 @@ def _fork_worker(
                     os.close(key.fd)
             selector.close()
             sock.close()
-            run_worker(
-                WorkerStart(
-                    node=config.node, socket_name=socket_name, secret=config.secret, token=token, host=config.host
-                )
-            )
+            main()
         except BaseException:  # nothing may return into the server's loop
             traceback.print_exc()
         finally:
             os._exit(1)
     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
     sock.send(_encode(Forked(pid=pid, token=token)))
+
+
+def _be_worker(config: ForkServerConfig, socket_name: str, token: str) -> NoReturn:
+    run_worker(
+        WorkerStart(node=config.node, socket_name=socket_name, secret=config.secret, token=token, host=config.host)
+    )
+
+
+def _be_replicator(config: ForkServerConfig, descriptors: list[int]) -> NoReturn:
+    name_process(f"dp-repl {config.node}")
+    commands, listener = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    commands.setblocking(False)
+    run_replicator(commands, listener, config.job_secret, config.node)
+    os._exit(0)
 
 
 def _reap(sock: socket.socket, selector: selectors.BaseSelector, pidfd: int, pid: int) -> None:

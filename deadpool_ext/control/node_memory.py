@@ -30,6 +30,11 @@ class NodeMemory:
             segment.reset_writing()
             segment.void_above(version)
 
+    def reset_hosted(self) -> None:
+        """Empty hosted slots left half-written. Only while no replicator lives: it is their one writer."""
+        for segment in self.hosted.values():
+            segment.reset_writing()
+
     def inventory(self) -> tuple[tuple[SlotInfo, ...], tuple[SlotInfo, ...]]:
         """Sealed slots: (own, hosted)."""
         return _sealed(self.own), _sealed(self.hosted)

@@ -1,13 +1,18 @@
-"""The agent's handle on its replicator process: commands out, replies in as events of the agent machine."""
+"""The agent's handle on its replicator process: commands out, replies in as events of the agent machine.
+
+The agent owns the socket that other nodes connect to and hands it to each replicator, one after the other: the node's
+address outlives them, and connections made while there is none wait in the socket's queue.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
+import signal
 import socket
 import struct
-import traceback
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from deadpool_ext.control.agent_events import (
@@ -21,72 +26,109 @@ from deadpool_ext.control.agent_events import (
 )
 from deadpool_ext.control.forkserver import ForkServer
 from deadpool_ext.control.node_memory import NodeMemory
-from deadpool_ext.control.processes import die_with_parent, name_process, reset_signals
+from deadpool_ext.control.processes import send_signal
 from deadpool_ext.protocol.messages import Emit, FaultReached, JobSpec, Replicate
 from deadpool_ext.protocol.types import DeadpoolError
 from deadpool_ext.replication import commands
 from deadpool_ext.replication.errors import ProtocolError
-from deadpool_ext.replication.replicator import run_replicator
+from deadpool_ext.replication.transport import tcp
 
 _LENGTH: Final = struct.Struct("<I")
 _READ_BYTES: Final = 1 << 16
+_LAST_READS: Final = 8  # more than a socket's buffer holds
 _CORRUPT: Final = frozenset({"corrupt_slot", "corrupt_transfer"})
 
 
+Item = Event | ToCoordinator
+
+
 class ReplicatorError(DeadpoolError):
-    """The replicator is gone."""
+    """The replicator is gone, or of no use any more."""
 
 
 class ReplicatorLink:
-    """Started before the event loop; used on the event loop's thread only."""
+    """Used on the event loop's thread only. One replicator at a time: :meth:`start`, then :meth:`ended`."""
 
-    def __init__(self, pid: int, sock: socket.socket, node: str, host: str) -> None:
-        self.pid: Final = pid
-        self._sock = sock
+    def __init__(self, node: str, host: str) -> None:
+        """Listens on a free port of ``host``. Make it after the fork server, which must not inherit the listener."""
+        self.pid = 0  # 0: there is none, or the fork server has not told it yet
         self._node = node
         self._host = host
+        self._listener = tcp.listen(host)
+        self._sock: socket.socket | None = None
+        self._doomed = False
+        self._tokens = (f"{node}-replicator{number}" for number in itertools.count())
+        self._token = ""
         self._buffer = bytearray()
         self._sources: dict[tuple[int, int], str] = {}  # (generation, rank) -> node it is fetched from
-        self._port: asyncio.Future[int] | None = None
-        self._early_port: int | None = None
+        self._fired_faults: set[int] = set()  # a successor must not stop at them again
 
-    @classmethod
-    def start(cls, host: str, secret: bytes, node: str, *, close: ForkServer) -> ReplicatorLink:
-        """Fork the replicator, listening on ``host``. ``close``: inherited by the fork, and not for it."""
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where other replicators reach this node's, whichever process it is."""
+        return self._host, int(self._listener.getsockname()[1])
+
+    def start(self, fork_server: ForkServer, take: Callable[[Item], None]) -> None:
+        """Have a replicator forked; commands may be given at once. ``take`` gets what it says. Raises
+        ForkServerError."""
         mine, theirs = socket.socketpair()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                mine.close()
-                close.close()
-                die_with_parent(parent)
-                reset_signals()
-                name_process(f"dp-repl {node}")
-                run_replicator(theirs, host, secret, node)
-                status = 0
-            except BaseException:  # nothing may return into the agent's stack
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        theirs.close()
         mine.setblocking(False)
-        return cls(pid, mine, node, host)
+        self._sock, self._token, self._doomed = mine, next(self._tokens), False
+        with theirs:
+            fork_server.fork_replicator(self._token, theirs, self._listener)
+        asyncio.get_running_loop().add_reader(mine.fileno(), self._readable, take)
 
-    def fileno(self) -> int:
-        """Descriptor that is readable when :meth:`events` has something."""
-        return self._sock.fileno()
+    def forked(self, token: str, pid: int) -> bool:
+        """The fork server made a process; False if it is not the replicator."""
+        if token != self._token:
+            return False
+        self.pid = pid
+        if self._doomed:
+            send_signal(pid, signal.SIGKILL)
+        return True
 
-    async def listening(self) -> tuple[str, int]:
-        """Where other replicators reach this one, once it listens."""
-        if self._early_port is not None:
-            return self._host, self._early_port
-        self._port = asyncio.get_running_loop().create_future()
-        return self._host, await self._port
+    def ended(self, take: Callable[[Item], None]) -> None:
+        """Its process was reaped: take what it said before its end, and let go of the socket."""
+        try:
+            for _ in range(_LAST_READS):
+                for item in self._events():
+                    take(item)
+        except ReplicatorError:
+            pass  # the end of the stream
+        self._drop()
 
-    def events(self) -> Iterator[Event | ToCoordinator]:
-        """What arrived, without blocking. Raises :class:`ReplicatorError` at its end."""
+    def close(self) -> None:
+        """Close the sockets; the replicator ends."""
+        self._drop()
+        self._listener.close()
+
+    def _drop(self) -> None:
+        self.pid = 0
+        self._buffer.clear()
+        if self._sock is not None:
+            asyncio.get_running_loop().remove_reader(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+
+    def _readable(self, take: Callable[[Item], None]) -> None:
+        try:
+            for item in self._events():
+                take(item)
+        except ReplicatorError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: ReplicatorError) -> None:
+        """It has closed its socket, or makes no sense: what counts is the end of its process, which follows."""
+        print(f"deadpool: node {self._node}: {error}", file=sys.stderr, flush=True)
+        self._doomed = True
+        if self._sock is not None:
+            asyncio.get_running_loop().remove_reader(self._sock.fileno())
+        if self.pid:
+            send_signal(self.pid, signal.SIGKILL)
+
+    def _events(self) -> Iterator[Item]:
+        if self._sock is None:
+            return
         try:
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -121,6 +163,7 @@ class ReplicatorLink:
             for rank in memory.own
         }
         present = {*memory.own, *memory.hosted}
+        faults = job.faults if job is not None else ()
         self._send(
             commands.Configure(
                 generation=replicate.generation,
@@ -130,7 +173,7 @@ class ReplicatorLink:
                 targets=targets,
                 members=replicate.addresses,
                 board_path=memory.board.path,
-                faults=job.faults if job is not None else (),
+                faults=tuple(fault for fault in faults if fault.get("id") not in self._fired_faults),
             )
         )
 
@@ -156,11 +199,9 @@ class ReplicatorLink:
         """A stream that stands at this fault goes on."""
         self._send(commands.FaultOver(fault_id=fault_id))
 
-    def close(self) -> None:
-        """Close the socket; the replicator ends."""
-        self._sock.close()
-
     def _send(self, command: commands.Command) -> None:
+        if self._sock is None:
+            return  # it is dead, and a successor gets the orders that are still in force
         frame = commands.encode(command)
         try:
             sent = self._sock.send(frame)
@@ -170,14 +211,10 @@ class ReplicatorLink:
             return  # its end is reported by events()
         # Commands are few and small against the socket's buffer: one that does not fit means it stopped reading.
         if sent != len(frame):
-            raise ReplicatorError("the replicator does not read its commands")
+            self._give_up(ReplicatorError("the replicator does not read its commands"))
 
     def _translate(self, reply: commands.Message) -> Event | ToCoordinator | None:
         match reply:
-            case commands.Listening():
-                self._early_port = reply.port
-                if self._port is not None and not self._port.done():
-                    self._port.set_result(reply.port)
             case commands.Frozen():
                 return ReplicatorFrozen(generation=reply.generation)
             case commands.FetchDone():
@@ -205,6 +242,7 @@ class ReplicatorLink:
                     seconds=reply.seconds,
                 )
             case commands.FaultPointReached():
+                self._fired_faults.add(reply.fault_id)
                 return ToCoordinator(message=FaultReached(fault_id=reply.fault_id, node=self._node, rank=reply.rank))
             case commands.Problem():
                 name = "corruption_detected" if reply.kind in _CORRUPT else "warning"

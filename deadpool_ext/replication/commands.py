@@ -84,13 +84,6 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listening:
-    """First message: where other replicators reach this one."""
-
-    port: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Configured:
     """The replicator lives in this generation now."""
 
@@ -186,8 +179,7 @@ class Problem:
 
 Command = Configure | Freeze | Fetch | DropConnections | FaultOver | Stop
 Reply = (
-    Listening
-    | Configured
+    Configured
     | Frozen
     | FetchDone
     | FetchFailed
@@ -209,7 +201,7 @@ _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Configure, Freeze, Fetch, DropConnections, FaultOver, Stop),
-        *(Listening, Configured, Frozen, FetchDone, FetchFailed, CommittedSeen),
+        *(Configured, Frozen, FetchDone, FetchFailed, CommittedSeen),
         *(ReplicaSealed, Hosted, FaultPointReached, Problem),
     )
 }

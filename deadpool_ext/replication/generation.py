@@ -189,6 +189,13 @@ class Generation:
                     if self.board.commit(self.number, version):
                         self.say(CommittedSeen(generation=self.number, version=version))
 
+    def repeat_commit(self) -> None:
+        """Say again what was committed in this generation already: a process that died may have taken the word of it
+        along."""
+        commit = self.board.committed()
+        if commit is not None and commit.generation == self.number:
+            self.say(CommittedSeen(generation=self.number, version=commit.version))
+
     def newest(self, rank: int, sent: SealedSlot | None) -> SealedSlot | None:
         """The own slot that a target needs which acknowledged ``sent`` last; None if it has it."""
         slot = self.own[rank].newest()

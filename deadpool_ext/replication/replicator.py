@@ -22,7 +22,6 @@ from deadpool_ext.replication.commands import (
     FetchFailed,
     Freeze,
     Frozen,
-    Listening,
     Problem,
     Reply,
     Stop,
@@ -38,21 +37,22 @@ _MAX_UNREAD_BYTES = 16 * 2**20  # replies that the agent has not taken
 _ACCEPT_PAUSE_S = 0.1  # after a failed accept (descriptors exhausted): not a busy loop
 
 
-def run_replicator(command_socket: socket.socket, host: str, secret: bytes, node: str) -> None:
+def run_replicator(command_socket: socket.socket, listener: socket.socket, secret: bytes, node: str) -> None:
     """Main of the process; returns when the command socket closes or a Stop arrives.
 
     ``command_socket``: connected to the agent, see :mod:`~deadpool_ext.replication.commands`; no other process may
-    hold the agent's end, or its death goes unnoticed. ``host``: address to listen on, the port is chosen and said in
-    Listening. ``secret``: shared by all replicators of the job. Call it after a fork, outside any event loop. Raises
-    what a bug raises: the process dies, and the agent sees the socket close.
+    hold the agent's end, or its death goes unnoticed. ``listener``: a listening socket (:func:`tcp.listen`) that its
+    owner keeps open, so that a successor of this process is reached at the same address, and connections made in
+    between wait for it. ``secret``: shared by all replicators of the job. Call it after a fork, outside any event
+    loop. Raises what a bug raises: the process dies, and the agent sees the socket close.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the agent decides when to end
-    asyncio.run(_main(command_socket, host, secret, node))
+    asyncio.run(_main(command_socket, listener, secret, node))
 
 
-async def _main(command_socket: socket.socket, host: str, secret: bytes, node: str) -> None:
+async def _main(command_socket: socket.socket, listener: socket.socket, secret: bytes, node: str) -> None:
     reader, writer = await asyncio.open_connection(sock=command_socket)
-    replicator = Replicator(writer, host, secret, node)
+    replicator = Replicator(writer, listener, secret, node)
     try:
         await replicator.run(reader)
     finally:
@@ -62,9 +62,9 @@ async def _main(command_socket: socket.socket, host: str, secret: bytes, node: s
 class Replicator:
     """The process's state: which generation it is in, and the listening socket."""
 
-    def __init__(self, writer: asyncio.StreamWriter, host: str, secret: bytes, node: str) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, listener: socket.socket, secret: bytes, node: str) -> None:
         self._writer = writer
-        self._server = tcp.listen(host)
+        self._server = listener
         self._secret = secret
         self._node = node
         self._floor = 0  # the newest generation heard of from the agent: older ones have no effect
@@ -75,7 +75,6 @@ class Replicator:
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Until the agent's end closes, a Stop, or a bug."""
-        self._say(Listening(port=self._server.getsockname()[1]))
         loop = asyncio.get_running_loop()
         work = {loop.create_task(self._obey(reader)), loop.create_task(self._accept())}
         try:
@@ -136,6 +135,7 @@ class Replicator:
             return
         self._generation = generation
         self._say(Configured(generation=generation.number))
+        generation.repeat_commit()
         generation.spawn(generation.watch(), "watch")
         for rank, targets in command.targets.items():
             for target in targets:

@@ -20,6 +20,7 @@ from deadpool_ext.replication import commands
 from deadpool_ext.replication.arena import SealedSlot, Segment
 from deadpool_ext.replication.board import Board
 from deadpool_ext.replication.replicator import run_replicator
+from deadpool_ext.replication.transport import tcp
 
 DEADLINE_S = 30.0
 SECRET = b"only for this test"
@@ -61,23 +62,38 @@ class Node:
         self.own: dict[int, Segment] = {}
         self.hosted: dict[int, Segment] = {}
         self.said: list[commands.Reply] = []
-        self._buffer = b""
         self._taken: dict[type, int] = {}
+        self._others = others
+        self._secret = secret
+        self._listener = tcp.listen("127.0.0.1")
+        self.address = NodeAddress(node=name, host="127.0.0.1", port=self._listener.getsockname()[1])
+        self.start()
+
+    def start(self) -> None:
+        """Fork a replicator: the first one, or the successor of one that ended."""
+        self._buffer = b""
         self._socket, theirs = socket.socketpair()
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
                 # Only the agent may hold its end, or its death would go unnoticed.
-                for end in (self._socket, *(other._socket for other in others)):
+                for end in (self._socket, *(other._socket for other in self._others if other is not self)):
                     end.close()
-                run_replicator(theirs, "127.0.0.1", secret, name)
+                run_replicator(theirs, self._listener, self._secret, self.name)
                 status = 0
             finally:
                 os._exit(status)
         theirs.close()
         self.exit_status: int | None = None
-        self.address = NodeAddress(node=name, host="127.0.0.1", port=self.expect(commands.Listening).port)
+
+    def restart(self) -> None:
+        """What an agent does: the dead one is reaped, half-written replicas are given back, the next one starts."""
+        self.kill()
+        self._socket.close()
+        for segment in self.hosted.values():
+            segment.reset_writing()
+        self.start()
 
     def send(self, command: commands.Command) -> None:
         self._socket.sendall(commands.encode(command))
@@ -125,6 +141,7 @@ class Node:
 
     def close(self) -> None:
         self._socket.close()
+        self._listener.close()
         if self.exit_status is None:
             os.kill(self.pid, signal.SIGKILL)
             self.wait()

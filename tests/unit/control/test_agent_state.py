@@ -20,10 +20,12 @@ from deadpool_ext.control.agent_events import (
     FromWorker,
     KillWorker,
     Leave,
+    ReplicatorEnded,
     ReplicatorFrozen,
     SeatFetched,
     SeatFetchFailed,
     SendFenceAck,
+    StartReplicator,
     Tick,
     ToCoordinator,
     ToWorker,
@@ -32,6 +34,7 @@ from deadpool_ext.control.agent_events import (
     WorkerEnded,
     WorkerJoined,
 )
+from deadpool_ext.control.agent_replicator import DEATH_LIMIT, DEATH_WINDOW_S
 from deadpool_ext.control.agent_state import WARM_DEATH_LIMIT, AgentState
 from deadpool_ext.protocol.messages import (
     Assign,
@@ -347,3 +350,63 @@ def test_the_coordinator_ends_the_node(driver: Driver, message: Any) -> None:
     (leave,) = driver.told(message)
     assert isinstance(leave, Leave)
     assert driver.told(Assign(generation=0, seats=(0,), solo=False)) == []
+
+
+def test_a_replicator_that_dies_while_idle_is_started_and_configured_again(driver: Driver) -> None:
+    driver.seated()
+    driver.told(replicate(0))
+    effects = driver.event(ReplicatorEnded(status=-9), now=1.0)
+    assert effects[:2] == [StartReplicator(after_death=True), ConfigureReplicator(replicate=replicate(0))]
+    (warning,) = sent(effects)
+    assert (warning.event, warning.fields["kind"], warning.fields["deaths"]) == ("warning", "replicator_restarted", 1)
+    assert len(effects) == 3  # no fence, nobody is told that anything failed
+
+
+def test_a_replicator_that_dies_before_it_has_orders_is_only_started(make_job: Callable[..., JobSpec]) -> None:
+    driver = Driver("n2", make_job()).warm()
+    assert driver.event(ReplicatorEnded(status=-9))[:1] == [StartReplicator(after_death=True)]
+    driver.told(Assign(generation=1, seats=(2, 3), solo=True))
+    effects = driver.event(ReplicatorEnded(status=-9))
+    assert not of(effects, FreezeReplicator) and not of(effects, ConfigureReplicator)
+
+
+def test_a_replicator_that_dies_during_a_fence_is_replaced_by_a_frozen_one(driver: Driver) -> None:
+    driver.seated()
+    driver.told(replicate(0))
+    driver.told(Fence(generation=1, reason=""))
+    for rank, token in enumerate(driver.tokens[:2]):
+        driver.unwind(token, rank, 1)
+    effects = driver.event(ReplicatorEnded(status=-9))
+    assert effects[:2] == [StartReplicator(after_death=True), FreezeReplicator(generation=1)]
+    assert not of(effects, ConfigureReplicator) and not of(effects, SendFenceAck)
+    assert of(driver.event(ReplicatorFrozen(generation=1)), SendFenceAck)
+    # Also after it had frozen: it is configured when the plan comes, like the one before it.
+    effects = driver.event(ReplicatorEnded(status=-9))
+    assert of(effects, FreezeReplicator) and not of(driver.event(ReplicatorFrozen(generation=1)), SendFenceAck)
+
+
+def test_fetches_that_were_not_answered_are_ordered_again(make_job: Callable[..., JobSpec]) -> None:
+    driver = Driver("n2", make_job()).warm()
+    driver.told(Assign(generation=1, seats=(2, 3), solo=True))
+    first = driver.told(recover(1, ("n0", "n0", "n2", "n2"), new="n2", source="n0"))
+    driver.event(SeatFetched(generation=1, rank=2, nbytes=8, seconds=0.1))
+    effects = driver.event(ReplicatorEnded(status=-9))
+    assert [type(effect) for effect in effects[:2]] == [StartReplicator, ConfigureReplicator]
+    assert of(effects, FetchSeat) == [fetch for fetch in of(first, FetchSeat) if fetch.rank == 3]
+    driver.event(SeatFetchFailed(generation=1, rank=3, source_node="n0", detail="gone"))
+    assert not of(driver.event(ReplicatorEnded(status=-9)), FetchSeat)
+    driver.told(Fence(generation=2, reason=""))
+    assert not of(driver.event(ReplicatorEnded(status=-9)), FetchSeat)
+
+
+def test_a_node_whose_replicator_keeps_dying_is_given_up(driver: Driver) -> None:
+    driver.seated()
+    driver.told(replicate(0))
+    for number in range(DEATH_LIMIT):
+        assert not of(driver.event(ReplicatorEnded(status=1), now=float(number)), Leave)
+    # Once it has been quiet for a while, earlier deaths do not count.
+    assert not of(driver.event(ReplicatorEnded(status=1), now=DEATH_WINDOW_S + 3.5), Leave)
+    leaves = []
+    while not leaves:
+        leaves = of(driver.event(ReplicatorEnded(status=1), now=DEATH_WINDOW_S + 4.5), Leave)
+    assert "replicator" in leaves[0].reason
