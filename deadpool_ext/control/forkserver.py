@@ -68,7 +68,8 @@ class Forked(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Fork server -> agent: a process that it forked ended and was reaped. ``status``: exit code, or minus the signal number."""
+    """Fork server -> agent: a process that it forked ended and was reaped. ``status``: exit code, or minus the
+    signal number."""
 
     pid: int
     status: int

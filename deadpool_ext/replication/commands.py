@@ -179,15 +179,7 @@ class Problem:
 
 Command = Configure | Freeze | Fetch | DropConnections | FaultOver | Stop
 Reply = (
-    Configured
-    | Frozen
-    | FetchDone
-    | FetchFailed
-    | CommittedSeen
-    | ReplicaSealed
-    | Hosted
-    | FaultPointReached
-    | Problem
+    Configured | Frozen | FetchDone | FetchFailed | CommittedSeen | ReplicaSealed | Hosted | FaultPointReached | Problem
 )
 Message = Command | Reply
 
