@@ -39,6 +39,7 @@ from deadpool_ext.control.agent_events import (
     Leave,
     ReleaseReplicator,
     ReplicatorEnded,
+    RunHealthChecks,
     SendFenceAck,
     StartReplicator,
     Tick,
@@ -59,6 +60,8 @@ from deadpool_ext.control.forkserver import (
     PreloadFailed,
     ServerReady,
 )
+from deadpool_ext.control.gpus import Gpus
+from deadpool_ext.control.health import OomWatch, Surroundings, run_checks
 from deadpool_ext.control.node_memory import NodeMemory
 from deadpool_ext.control.replicator_link import ReplicatorLink
 from deadpool_ext.control.wire import Connection, WireError, new_secret
@@ -66,6 +69,7 @@ from deadpool_ext.protocol.messages import (
     ArenaReady,
     Emit,
     FenceAck,
+    HealthReport,
     Heartbeat,
     Hello,
     NodeAddress,
@@ -124,6 +128,9 @@ class Agent:
         self._coordinator: Connection | None = None
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
         self._tasks: set[asyncio.Task[None]] = set()
+        self._checking = asyncio.Lock()
+        self._nvml: Gpus | None = None
+        self._oom = OomWatch()
         self._left: asyncio.Future[Leave] = asyncio.get_running_loop().create_future()
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -134,7 +141,13 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self._leave, 128 + signal.SIGTERM, "SIGTERM")
         server = await asyncio.start_unix_server(self._accept_worker, path=f"\0{self._socket_name}")
         loop.add_reader(self._fork_server.fileno(), self._on_fork_server)
-        for work in (self._carry_out_all(), self._beat(), self._tick(), self._talk_to_coordinator()):
+        for work in (
+            self._carry_out_all(),
+            self._beat(),
+            self._tick(),
+            self._watch_health(),
+            self._talk_to_coordinator(),
+        ):
             self._spawn(work)
         self._push(self._state.start())
         try:
@@ -286,7 +299,8 @@ class Agent:
             await asyncio.wait({link.receiver}, timeout=DELIVERY_DEADLINE_S)
         del self._workers[token]
         self._kill_orphans()
-        self._handle(WorkerEnded(token=token, status=report.status))
+        starved = report.status == -signal.SIGKILL and self._oom.more()
+        self._handle(WorkerEnded(token=token, status=report.status, cause="memory" if starved else ""))
 
     def _kill_orphans(self) -> None:
         """End what a dead worker left behind: it is our child now (see :func:`processes.adopt_orphans`)."""
@@ -361,12 +375,35 @@ class Agent:
                         hosted=hosted,
                     )
                 )
+            case RunHealthChecks():
+                self._spawn(self._report_health(effect.number))
             case CarryOut():
                 await self._carry_out_fault(effect)
             case ReleaseReplicator():
                 self._replicator.release_fault(effect.fault_id)
             case Leave():
                 self._leave(effect.code, effect.reason)
+
+    async def _report_health(self, number: int) -> None:
+        job = self._state.job
+        async with self._checking:
+            if self._nvml is None:
+                self._nvml = await asyncio.to_thread(Gpus.find)
+            around = Surroundings(
+                node=self._config.node,
+                log_dir=job.log_dir if job is not None else "",
+                script=str(job.policy.get("health_check", "")) if job is not None else "",
+                gpus=self._nvml,
+            )
+            findings, seconds = await asyncio.to_thread(run_checks, around)
+        self._send(HealthReport(node=self._config.node, number=number, findings=findings, seconds=seconds))
+
+    async def _watch_health(self) -> None:
+        while True:
+            job = self._state.job
+            await asyncio.sleep(job.options.get("health_period_s", 60.0) if job is not None else 1.0)
+            if job is not None:
+                await self._report_health(0)
 
     async def _carry_out_fault(self, effect: CarryOut) -> None:
         strike, worker = effect.strike, self._workers.get(effect.token or "")

@@ -207,6 +207,13 @@ class SendFenceAck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunHealthChecks:
+    """Run the node's health checks beside everything else; a HealthReport of this number goes to the coordinator."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CarryOut:
     """Carry out a fault on this node: it hits a process of it, or its memory. ``token``: the rank's worker, if any."""
 
@@ -243,6 +250,7 @@ Effect = (
     | FetchSeat
     | AnnounceArena
     | SendFenceAck
+    | RunHealthChecks
     | CarryOut
     | ReleaseReplicator
     | Leave

@@ -27,6 +27,7 @@ from deadpool_ext.control.agent_events import (
     ReleaseReplicator,
     ReplicatorEnded,
     ReplicatorFrozen,
+    RunHealthChecks,
     SeatFetched,
     SeatFetchFailed,
     SendFenceAck,
@@ -44,6 +45,7 @@ from deadpool_ext.control.agent_workers import OpenSeat, WorkerRecord
 from deadpool_ext.protocol.fault_kinds import FAULT_KINDS, Hand
 from deadpool_ext.protocol.messages import (
     Assign,
+    CheckHealth,
     Committed,
     Emit,
     FaultOver,
@@ -138,7 +140,7 @@ class AgentState:
         match message:
             case Welcome():
                 self.job = message.job
-                return self._readiness()
+                return [RunHealthChecks(number=0), *self._readiness()]
             case Refused():
                 return self._leave(EXIT_REFUSED, f"the coordinator refuses this node: {message.reason}")
             case Shutdown():
@@ -153,6 +155,8 @@ class AgentState:
                 return self._recover(message) if message.plan.generation == self.generation else []
             case HostStore():
                 return self._to_seat(message.rank, message) if message.generation == self.generation else []
+            case CheckHealth():
+                return [RunHealthChecks(number=message.number)]
             case Strike():
                 return self._strike(message)
             case FaultOver():

@@ -128,7 +128,7 @@ class Injection:
                 stand.told = strike
                 self._changed.notify_all()
                 return
-        if strike.fault["kind"] in ("raise-rank", "sticky-device-error", "stuck-rank"):
+        if strike.fault["kind"] in ("raise-rank", "stuck-rank"):
             self._pending.append(strike)
         else:
             self._carry_out(strike)

@@ -196,6 +196,7 @@ def make_job(
         layout=preflight.layout,
         faults=tuple(fault.to_dict() for fault in faults),
         options=deadlines.to_options(),
+        policy=dict(preflight.policy),
         log_dir=str(run_dir / LOGS),
     )
 

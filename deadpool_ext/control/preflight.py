@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ class Preflight:
     checkpoint: str = ""
     warnings: tuple[str, ...] = ()
     protected: bool = True
+    policy: Mapping[str, Any] = field(default_factory=dict)  # what the arguments ask of coordinator and agents
 
 
 class _Answer(msgspec.Struct, kw_only=True):
@@ -52,7 +53,8 @@ def run_preflight(target: str, argv: tuple[str, ...], nodes: int, ranks_per_node
     """Call ``module:function(argv, nodes, ranks_per_node)`` in a forked child and parse its answer.
 
     The answer is a mapping: ``layout`` (tp, pp, dp, dp_groups), and where known ``train_iters``,
-    ``tokens_per_step``, ``checkpoint``, ``warnings``, ``protected`` (whether the arguments ask for protection).
+    ``tokens_per_step``, ``checkpoint``, ``warnings``, ``protected`` (whether the arguments ask for protection),
+    ``policy``.
     Raises UsageError (the script's own words) for arguments that cannot be, :class:`PreflightError` naming ``log``
     for anything else.
     """
@@ -138,4 +140,5 @@ def parse_preflight(content: Mapping[str, Any], nodes: int, ranks_per_node: int)
         checkpoint=str(content.get("checkpoint") or ""),
         warnings=tuple(str(text) for text in content.get("warnings") or ()),
         protected=bool(content.get("protected", True)),
+        policy=dict(content.get("policy") or {}),
     )

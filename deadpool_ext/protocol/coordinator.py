@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deadpool_ext.protocol import ending, failing, forming, restoring
+from deadpool_ext.protocol import checking, ending, failing, forming, restoring
 from deadpool_ext.protocol import messages as m
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import (
@@ -193,6 +193,9 @@ class Coordinator:
                         rank=message.rank,
                     )
                 )
+                return
+            case m.HealthReport():
+                checking.on_report(job, node, message, now)
                 return
             case m.NodeReady():
                 self._ready(node, message, now)

@@ -37,7 +37,8 @@ class Deadlines:
 
     heartbeat_s: float = 0.5  # an agent's heartbeat period
     node_timeout_s: float = 10.0  # silence after which a node is lost
-    collective_grace_s: float = 3.0  # after a failed collective or script error: wait for a loss that explains it
+    collective_grace_s: float = 0.5  # after a failed collective (in set-up: or script error): for what explains it
+    health_period_s: float = 60.0  # between two runs of a node's health checks
     fence_s: float = 20.0  # Fence -> FenceAck, else the node is lost
     construct_s: float = 120.0  # Assign -> Constructed of a newcomer, else its node is lost
     store_s: float = 30.0  # HostStore -> StoreReady, else the hosting node is lost

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deadpool_ext.protocol import checking as health
 from deadpool_ext.protocol import ending, forming
+from deadpool_ext.protocol.classify import Conclusion, Death
 from deadpool_ext.protocol.effects import Disconnect
 from deadpool_ext.protocol.messages import CollectiveFailed, Fence, FetchFailed, Shutdown, WorkerExited
 from deadpool_ext.protocol.plan import BadCopy
@@ -27,6 +29,7 @@ def lose(job: Job, nodes: Sequence[NodeId], reason: str, now: float, *, evidence
             job.send([node], Shutdown(code=3, reason=f"given up: {reason}"))
             job.out.append(Disconnect(node=node))
         seats = job.members.remove(node, reason)
+        job.health.forget(node)
         for kind in ("construct", "warm", "fence"):
             job.timers.cancel(f"{kind}:{node}")
         if not seats:
@@ -117,7 +120,7 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
         if node not in recovery.fencing:  # chosen in an older generation and not warm yet
             recovery.new_workers.update(job.members.seats_of(node))
             job.assign(node, job.members.seats_of(node), now, solo=True)
-    dead = {failure.rank for failure in failures if failure.kind == "worker_exited" and failure.rank is not None}
+    dead = {failure.rank for failure in failures if failure.restarts_worker}
     for node in recovery.fencing:
         again = tuple(rank for rank in job.members.seats_of(node) if rank in dead or rank in job.exited)
         if again:
@@ -159,70 +162,87 @@ def refork(job: Job, node: NodeId, ranks: tuple[Rank, ...], now: float) -> None:
 
 
 def on_exit(job: Job, node: NodeId, message: WorkerExited, now: float) -> None:
-    """A worker ended between the initial version and Finish.
+    """A worker ended between the initial version and Finish; see :mod:`~deadpool_ext.protocol.classify`.
 
-    While running, a script error gets a grace, since it may be the echo of a death that is not known yet; during a
-    recovery it counts as a death like any other. An exit with status 0 while running is the script's own end.
+    An exit with status 0 while running is the script's own end.
     """
-    if job.state is State.RUNNING and message.script_error:
-        job.script_error = job.script_error or message.script_error
-        job.exited.add(message.rank)
-        if not job.timers.running("grace"):
-            job.timers.start("grace", now + job.config.deadlines.collective_grace_s)
-        return
-    if job.state is State.RUNNING and message.status == 0:
+    if job.state is State.RUNNING and message.status == 0 and not message.script_error:
         ending.note_clean_exit(job, message.rank, now)
         return
-    if job.script_error:
-        job.exited.add(message.rank)  # the grace decides
-        return
-    how = message.script_error or f"status {message.status}"
-    reason = f"the worker of seat {message.rank} on {node} ended ({how})"
-    if _worn_out(job, node, now):
-        limit = f"{job.config.transient_limit} worker deaths within {job.config.transient_window_s:g} s"
-        lose(job, [node], f"{limit}: {reason}", now, evidence="repeated transients", fruitless=True)
-        return
-    failure = Failure(
-        kind="worker_exited",
-        node=node,
+    death = Death(
         rank=message.rank,
-        reason=reason,
-        permanent=False,
-        evidence="process exit",
-        detected_at=now,
+        node=node,
+        generation=job.generation,
+        status=message.status,
+        error=message.script_error,
+        cause=message.cause,
+        iteration=message.iteration,
     )
+    spare = bool(job.members.spares)
+    verdict = job.history.judge(death, now, job.limits, spare=spare, fencing=job.state is State.FENCING)
+    if verdict.conclusion is Conclusion.STOP:
+        job.log("failure_detected", node=node, rank=message.rank, kind="script_error", reason=verdict.reason)
+        fields = {"class": "script", "reason": verdict.reason, "evidence": verdict.evidence}
+        job.log("failure_classified", node=node, rank=message.rank, kind="script_error", **fields)
+        ending.stop(job, 1, verdict.reason)
+        return
+    if verdict.conclusion is Conclusion.REPLACE:
+        lose(job, [node], verdict.reason, now, evidence=verdict.evidence, fruitless=True)
+        return
+    if not message.script_error or message.cause == "device":
+        health.ask_one(job, node)  # beside the recovery: only an unfit node changes its course
+    restart_worker(
+        job,
+        Failure(
+            kind="worker_exited",
+            node=node,
+            rank=message.rank,
+            reason=verdict.reason,
+            permanent=False,
+            evidence=verdict.evidence,
+            detected_at=now,
+        ),
+        now,
+    )
+
+
+def restart_worker(job: Job, failure: Failure, now: float) -> None:
+    """Fork the worker of ``failure.rank`` again on its own node; a process that still lives there is killed."""
+    assert failure.rank is not None and failure.node is not None
     if job.state is State.FENCING:
         # Nothing is planned yet: the seat joins those that are forked again, and this generation goes on.
         job.note_failure(failure)
         assert job.recovery is not None
         job.recovery.failures.append(failure)
-        refork(job, node, (message.rank,), now)
+        refork(job, failure.node, (failure.rank,), now)
     else:
         begin_recovery(job, [failure], now)
 
 
-def _worn_out(job: Job, node: NodeId, now: float) -> bool:
-    """Count a transient on ``node``; True if there were too many lately and a spare could take over."""
-    since = now - job.config.transient_window_s
-    times = [at for at in job.transients.get(node, []) if at >= since] + [now]
-    job.transients[node] = times
-    return len(times) >= job.config.transient_limit and bool(job.members.spares)
-
-
 def on_collective_failed(job: Job, node: NodeId, message: CollectiveFailed, now: float) -> None:
-    """A worker left a collective: usually the echo of a death, which gets its time to become known."""
+    """A worker left a collective: usually the echo of a death, which gets its time to become known.
+
+    Meanwhile every node is asked how it is: with both ends healthy it was the connection.
+    """
     if job.suspicion is None:
         job.suspicion = (now, f"seat {message.rank} on {node} left a collective: {message.detail}")
+        health.ask_all(job)
     if not job.timers.running("grace"):
         job.timers.start("grace", now + job.config.deadlines.collective_grace_s)
 
 
 def on_grace_over(job: Job, subject: str, now: float) -> None:
-    """Nothing died: the script failed by itself, or both ends of a broken connection are healthy."""
-    if job.script_error:
-        ending.stop(job, 1, job.script_error)
+    """Nothing died in the meantime. A node that has not answered is waited for: it answers, or its silence counts."""
+    if not job.health.awaited:
+        conclude_connection(job, now)
+
+
+def conclude_connection(job: Job, now: float) -> None:
+    """All nodes are well, and no death explains the broken collective: it was the connection."""
+    if job.suspicion is None or job.timers.running("grace") or job.state not in (State.RUNNING, State.RESUMING):
         return
-    since, what = job.suspicion or (now, "a collective failed")
+    since, what = job.suspicion
+    unhurt = f"all {len(job.members.active)} nodes are well and no process ended"
     begin_recovery(
         job,
         [
@@ -230,7 +250,7 @@ def on_grace_over(job: Job, subject: str, now: float) -> None:
                 kind="collective_failed",
                 reason=what,
                 permanent=False,
-                evidence=f"no loss within {job.config.deadlines.collective_grace_s:g} s",
+                evidence=f"{unhurt} within {now - since:.1f} s",
                 detected_at=since,
             )
         ],

@@ -76,7 +76,7 @@ _TABLE = (
         name="sticky-device-error",
         hand=Hand.WORKER,
         target=_RANK,
-        what="every later device operation of the process fails",
+        what="every later device operation of the rank's process fails; with node=, of all its ranks",
     ),
     FaultKind(
         name="hold-gil",

@@ -90,7 +90,10 @@ def on_lost_forming(job: Job, lost: list[NodeId], reason: str, now: float) -> No
 def start(job: Job, now: float) -> None:
     """Seat the first nodes by name and construct everywhere together."""
     layout = job.config.job.layout
-    job.members.seat(job.members.in_order(ready=True)[: job.config.nodes])
+    warm = job.members.in_order(ready=True)
+    fit = [node for node in warm if not job.members.members[node].unfit]
+    chosen = [*fit, *(node for node in warm if node not in fit)][: job.config.nodes]
+    job.members.seat([node for node in warm if node in chosen])
     job.state = State.STARTING
     job.timers.keep_only(())
     job.timers.start("setup", now + job.config.deadlines.setup_s)

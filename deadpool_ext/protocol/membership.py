@@ -19,6 +19,7 @@ class Member:
     last_heard: float  # monotonic seconds
     ready: bool = False  # its workers are warm
     assigned: bool = False  # it was told to seat workers, so it has something to fence
+    unfit: str = ""  # what its health checks found that a node should not train with
 
 
 class Membership:
@@ -77,9 +78,10 @@ class Membership:
 
     @property
     def spares(self) -> list[NodeId]:
-        """Nodes without a seat in the order in which they are used: warm ones first, then natural order of names."""
+        """Nodes without a seat in the order in which they are used: healthy before unfit, warm before cold, by name."""
         free = [node for node in self.members if node not in self.seat_nodes]
-        return sorted(free, key=lambda node: (not self.members[node].ready, node_key(node)))
+        members = self.members
+        return sorted(free, key=lambda node: (bool(members[node].unfit), not members[node].ready, node_key(node)))
 
     def in_order(self, *, ready: bool = False) -> list[NodeId]:
         """Members in natural order of their names; ``ready``: only warm ones."""

@@ -210,6 +210,26 @@ class TrainingFinished:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One health check of a node. ``fatal``: a node that fails it should not train; else it is worth a warning."""
+
+    check: str
+    ok: bool
+    fatal: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthReport:
+    """A node's answer to CheckHealth, or (number 0) what it found by itself."""
+
+    node: str
+    number: int
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultReached:
     """A process stands at the point named by an armed fault and waits there to be hit from outside."""
 
@@ -283,6 +303,13 @@ class Recover:
 
     plan: RecoveryPlan
     replicate: Replicate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckHealth:
+    """Run the health checks now and answer HealthReport with the same number."""
+
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

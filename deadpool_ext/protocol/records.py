@@ -22,6 +22,11 @@ class Failure:
     rank: Rank | None = None
     blameless: bool = False  # caused from outside (a lost node): says nothing about whether going on makes sense
 
+    @property
+    def restarts_worker(self) -> bool:
+        """Whether the worker of ``rank`` is forked again on its own node."""
+        return self.rank is not None and self.kind in ("worker_exited", "hang")
+
 
 @dataclass(slots=True)
 class StepLedger:

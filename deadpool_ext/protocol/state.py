@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deadpool_ext.protocol.classify import History, Limits
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import Effect, Log, Send
+from deadpool_ext.protocol.health import HealthBook
 from deadpool_ext.protocol.membership import Membership
 from deadpool_ext.protocol.messages import Assign, Replicate
 from deadpool_ext.protocol.plan import BadCopy
@@ -52,12 +54,13 @@ class Job:
     initial_commits: set[NodeId] = field(default_factory=set)
     seated_in: dict[Rank, int] = field(default_factory=dict)  # generation whose Assign made the seat's process
     exited: set[Rank] = field(default_factory=set)  # processes that ended with status 0
-    script_error: str = ""  # first one, while its grace runs
+    script_error: str = ""  # first one in set-up, while its grace runs
     suspicion: tuple[float, str] | None = None  # (since, what) a collective failed
     recovery: Recovery | None = None
     degraded: bool = False
     bad_copies: set[BadCopy] = field(default_factory=set)
-    transients: dict[NodeId, list[float]] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    health: HealthBook = field(default_factory=HealthBook)
     fruitless: int = 0  # generations without a new step since the last one that made some
     failures: list[dict[str, Any]] = field(default_factory=list)
     recoveries: int = 0
@@ -100,6 +103,11 @@ class Job:
             replica_of=self.replica_map,
             addresses=self.members.addresses(),
         )
+
+    @property
+    def limits(self) -> Limits:
+        """When transients on one node are too many."""
+        return Limits(transients=self.config.transient_limit, window_s=self.config.transient_window_s)
 
     def seating(self) -> Seating:
         """What a fault needs to know of who sits where."""

@@ -29,6 +29,8 @@ class Seating:
             case Target.SPARE:
                 spares = [node for node in self.spares if fault.node in (None, node)]
                 return (spares[0] if spares else None), None
+        if fault.kind == "sticky-device-error" and fault.rank is None:
+            return fault.node, None  # the device is the node's: all its ranks lose it
         rank = fault.rank if fault.rank is not None else reached.rank if reached is not None else None
         if rank is None:
             rank = next((seat for seat, node in enumerate(self.seat_nodes) if node == fault.node), None)

@@ -59,7 +59,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "times the training dtype's bytes more per rank and version). Default: off; they are rebuilt from the "
         "optimizer's fp32 copy.",
     )
+    group.add_argument(
+        "--deadpool-health-check",
+        metavar="COMMAND",
+        default="",
+        help="Run by a shell on every node: at its start, every minute, and after a failure there; DEADPOOL_NODE names "
+        "the node. An exit code other than 0, or more than 5 seconds, means that the node must not train: a spare "
+        "takes over. Default: none (memory, disk and, where the driver tells, GPUs are checked anyway).",
+    )
     return parser
+
+
+#: Arguments that the coordinator and the agents go by, and their names there.
+POLICY = {"deadpool_health_check": "health_check"}
+
+
+def policy(args: argparse.Namespace) -> dict[str, Any]:
+    """What the ``--deadpool-*`` arguments ask of coordinator and agents; what was not given is left out."""
+    values = {name: getattr(args, argument, None) for argument, name in POLICY.items()}
+    return {name: value for name, value in values.items() if value not in (None, "", 0)}
 
 
 def provide(extra: ExtraArguments | None = None) -> ExtraArguments:

@@ -20,8 +20,8 @@ def inspect(argv: list[str], nodes: int, ranks_per_node: int) -> dict[str, Any]:
     The answer can go through JSON: ``world_size``, ``tensor_parallel``, ``pipeline_parallel``, ``data_parallel``,
     ``dp_groups`` (lists of ranks, each in the order of upstream's group), the same five as ``layout`` with the keys
     ``tp pp dp dp_groups``, ``train_iters``, ``tokens_per_step``, ``checkpoint`` (directory or empty), ``warnings``,
-    ``protected`` (whether the arguments ask for it). Raises :class:`UsageError`, one line, for what upstream or
-    Deadpool refuses.
+    ``protected`` (whether the arguments ask for it), ``policy`` (what they ask of coordinator and agents). Raises
+    :class:`UsageError`, one line, for what upstream or Deadpool refuses.
 
     Parsing may ask the GPU for its properties and leaves traces in upstream: call it in a process that ends after.
     """
@@ -55,6 +55,7 @@ def inspect(argv: list[str], nodes: int, ranks_per_node: int) -> dict[str, Any]:
         "checkpoint": args.save or args.load or "",
         "warnings": [],
         "protected": protected,
+        "policy": arguments.policy(args),
     }
 
 

@@ -32,7 +32,8 @@ class Node:
     to_node: deque[Any] = field(default_factory=deque)
     to_coordinator: deque[Any] = field(default_factory=deque)
     alive: bool = True
-    silent: bool = False  # partitioned away: nothing passes in either direction
+    silent: bool = False
+    sick: bool = False  # fails its health checks  # partitioned away: nothing passes in either direction
     generation: int = -1
     frozen: bool = False
     welcome: bool = False

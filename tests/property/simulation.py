@@ -176,6 +176,10 @@ class Cluster:
                 node.say(m.NodeReady(node=node.name))
             case m.Shutdown():
                 node.alive = False
+            case m.CheckHealth():
+                sick = node.sick or self.random.random() < 0.02
+                finding = m.Finding(check="device", ok=not sick, fatal=True, detail="the simulated device is gone")
+                node.say(m.HealthReport(node=node.name, number=message.number, findings=(finding,), seconds=0.1))
             case m.Assign():
                 assert message.generation >= node.generation
                 node.generation = message.generation

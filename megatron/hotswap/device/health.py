@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deadpool_ext.control.processes import is_main_thread
+
 _WORDS = "CUDA error: an illegal memory access was encountered (injected)"
 #: In messages of errors after which a process can do nothing more with its device, whoever raised them.
 _MARKS = (
@@ -19,6 +21,9 @@ _MARKS = (
 )
 
 
+_broken = False
+
+
 class _BrokenDevice(TorchDispatchMode):
     """Every operation fails from its entering on, as with a poisoned CUDA context."""
 
@@ -27,8 +32,17 @@ class _BrokenDevice(TorchDispatchMode):
 
 
 def break_device() -> None:
-    """From now on every tensor operation of the calling thread fails as it does after a sticky CUDA error."""
-    _BrokenDevice().__enter__()
+    """From now on every tensor operation of the training thread fails as it does after a sticky CUDA error."""
+    global _broken
+    _broken = True
+    if is_main_thread():
+        stay_broken()
+
+
+def stay_broken() -> None:
+    """To be called now and then by the training thread: autograd ends modes that were entered in its hooks."""
+    if _broken and torch._C._len_torch_dispatch_stack() == 0:
+        _BrokenDevice().__enter__()
 
 
 def is_device_error(error: BaseException) -> bool:
@@ -53,6 +67,7 @@ def probe_device() -> None:
 
     A few bytes and one kernel: milliseconds where all is well. After a sticky error every call fails, this one too.
     """
+    stay_broken()
     probe = torch.ones(8, device=torch.cuda.current_device())
     total = float((probe + probe).sum().item())
     if torch.cuda.is_available():

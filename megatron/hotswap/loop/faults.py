@@ -16,6 +16,7 @@ from megatron.training import get_args
 from megatron.training import training as upstream
 
 from deadpool_ext.control.injection import Injection
+from megatron.hotswap.device.health import stay_broken
 from megatron.hotswap.state.metadata import TrainerState
 from megatron.hotswap.state.shards import leaf_optimizers
 
@@ -31,6 +32,7 @@ class TrainerFaults:
 
     def reach(self, phase: str, step: int | None = None) -> None:
         """Announce ``phase`` of the 1-based iteration ``step`` (default: the one being computed)."""
+        stay_broken()
         self._injection.point(phase, get_args().curr_iteration + 1 if step is None else step)
 
     def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from deadpool_ext.control.agent_events import (
     Leave,
     ReplicatorEnded,
     ReplicatorFrozen,
+    RunHealthChecks,
     SeatFetched,
     SeatFetchFailed,
     SendFenceAck,
@@ -157,7 +158,7 @@ def driver(make_job: Callable[..., JobSpec]) -> Driver:
 def test_a_node_is_ready_when_admitted_and_all_workers_are_warm(driver: Driver) -> None:
     assert len(driver.tokens) == 2
     assert driver.join(driver.tokens[0]) == []
-    assert driver.told(Welcome(job=driver.job, spare=True)) == []
+    assert driver.told(Welcome(job=driver.job, spare=True)) == [RunHealthChecks(number=0)]
     assert sent(driver.join(driver.tokens[1])) == [NodeReady(node="n0")]
     assert driver.join(driver.tokens[1]) == []
 

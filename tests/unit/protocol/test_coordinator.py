@@ -187,6 +187,8 @@ def test_restarts_without_progress_are_bounded() -> None:
     for round_number in range(1, 10):
         transcript.now = float(round_number * 0.1)
         lines = transcript.run("n0 CollectiveFailed rank=0")
+        for node in ("n0", "n1", "n2"):
+            transcript.run(f"{node} HealthReport number={round_number}")
         transcript.now += 3.0
         lines = transcript.run("tick")
         if transcript.coordinator.state is State.STOPPED:

@@ -193,6 +193,11 @@ class Transcript:
                 return m.Committed(node=node, generation=generation, version=version(given["version"]))
             case "TrainingFinished":
                 return m.TrainingFinished(**where, iteration=int(given["iteration"]), digests={"weights": "w"})
+            case "HealthReport":
+                bad = given.get("bad", "").replace("_", " ")
+                finding = m.Finding(check="device", ok=not bad, fatal=given.get("fatal") != "no", detail=bad)
+                number = int(given.get("number", "0"))
+                return m.HealthReport(node=node, number=number, findings=(finding,), seconds=0.01)
             case "FaultReached":
                 return m.FaultReached(fault_id=int(given["id"]), node=node, rank=rank)
             case "OperatorHello":
