@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from deadpool_ext.control.processes import is_main_thread
 
 _WORDS = "CUDA error: an illegal memory access was encountered (injected)"
 #: In messages of errors after which a process can do nothing more with its device, whoever raised them.
@@ -35,7 +34,7 @@ def break_device() -> None:
     """From now on every tensor operation of the training thread fails as it does after a sticky CUDA error."""
     global _broken
     _broken = True
-    if is_main_thread():
+    if threading.current_thread() is threading.main_thread():
         stay_broken()
 
 
