@@ -86,21 +86,6 @@ REFUSALS = (
         remedy="use --context-parallel-size 1 and more tensor or pipeline parallelism",
     ),
     Refusal(
-        name="a virtual pipeline",
-        given=lambda a: (
-            a.num_layers_per_virtual_pipeline_stage is not None
-            or a.num_virtual_stages_per_pipeline_rank is not None
-            or "|" in (a.pipeline_model_parallel_layout or "")
-        ),
-        remedy="leave out --num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank "
-        "and --pipeline-model-parallel-layout",
-    ),
-    Refusal(
-        name="--fp16",
-        given=lambda a: a.fp16,
-        remedy="use --bf16 or fp32",
-    ),
-    Refusal(
         name="training in fp8 or fp4",
         given=lambda a: a.fp8 or a.fp4,
         remedy="use --bf16",

@@ -39,7 +39,9 @@ class TrainerFaults:
         """Wrap upstream's forward step function; the second microbatch counts, or the only one."""
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and get_attr_wrapped_model(args[1], "vp_stage"):
+                pass  # another model chunk of a pipeline that is virtual: the first one counts
+            elif torch.is_grad_enabled():
                 if self._microbatch % get_num_microbatches() == 0 and self._injection.slow_s:
                     time.sleep(self._injection.slow_s)
                 if self._microbatch % get_num_microbatches() == min(1, get_num_microbatches() - 1):
@@ -59,7 +61,8 @@ class TrainerFaults:
         """Hook backward, gradient sync and the gap between Adam and the copy to model parameters, where armed."""
         if "backward" in self._phases:
             for chunk in state.model:
-                get_attr_wrapped_model(chunk, "decoder").layers[0].register_forward_hook(self._hook_backward)
+                for layer in get_attr_wrapped_model(chunk, "decoder").layers[:1]:  # a stage may have none
+                    layer.register_forward_hook(self._hook_backward)
         if "grad_sync" in self._phases:
             finalize = state.config.finalize_model_grads_func or upstream.finalize_model_grads
 

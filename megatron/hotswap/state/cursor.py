@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,28 +71,40 @@ class _Watched:
         return item
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one virtual pipeline stage of this rank reads: a dataset and an iterator per split, None where it does not.
+
+    ``datasets`` is empty where upstream built no loader.
+    """
+
+    datasets: tuple[Any, ...]
+    iterators: tuple[Any, ...]
+
+
 class DataCursor:
-    """Rewinds the three data iterators of a rank (absent ones stay absent)."""
+    """Rewinds the data iterators of a rank, three for each of its pipeline stages (absent ones stay absent)."""
 
     def __init__(self, fetching: Callable[[], Any]) -> None:
         """``fetching()`` returns a context manager around each fetch of training data (interruptible, fault point)."""
         self.samples = SampleRecord()
         self._fetching = fetching
-        self._datasets: list[Any] = []
-        self._iterators: tuple[Any, ...] = ()
+        self._datasets: list[Any] = []  # of the stage that upstream is building
+        self._stages: list[_Stage] = []
         self._build_loader: Callable[[Any, int], Any] | None = None
 
     def saw_loader(self, build: Callable[[Any, int], Any], dataset: Any) -> None:
-        """Note a dataset that upstream builds a loader for (train, valid, test, in this order)."""
+        """Note a dataset that upstream builds a loader for (train, valid, test, in this order, stage by stage)."""
         self._build_loader = build
         self._datasets.append(dataset)
 
     def saw_iterators(self, iterators: tuple[Any, Any, Any]) -> None:
-        """Note upstream's iterators, and watch the training one."""
+        """Note upstream's iterators for one stage, behind its loaders, and watch the training one."""
+        datasets, self._datasets = tuple(self._datasets), []
         present = [iterator for iterator in iterators if iterator is not None]
-        if any(isinstance(iterator, list) for iterator in present) or (self._datasets and len(self._datasets) != 3):
+        if any(isinstance(iterator, list) for iterator in present) or (datasets and len(datasets) != len(_SPLITS)):
             raise CursorError("several validation sets are not supported with --deadpool yet: use one")
-        self._iterators = iterators
+        self._stages.append(_Stage(datasets, tuple(iterators)))
         if iterators[0] is not None:
             iterators[0].iterable = self._watch(iterators[0].iterable)
 
@@ -100,15 +113,19 @@ class DataCursor:
 
     def rewind(self) -> None:
         """Rebuild loaders at the consumed-sample counts in upstream's arguments; call before RNG is restored."""
-        args = get_args()
         self.samples.clear()
+        for stage in self._stages:
+            self._rewind_stage(stage)
+
+    def _rewind_stage(self, stage: _Stage) -> None:
+        args = get_args()
         starts = (args.consumed_train_samples, args.consumed_valid_samples, 0)
-        for split, start, iterator in zip(_SPLITS, starts, self._iterators, strict=False):
+        for number, (split, start, iterator) in enumerate(zip(_SPLITS, starts, stage.iterators, strict=True)):
             if iterator is None:
                 continue
             if self._build_loader is None or args.dataloader_type not in ("single", "cyclic"):
                 raise CursorError(f"cannot rebuild the {split} loader: upstream built it in an unknown way")
-            loader = self._build_loader(self._datasets[_SPLITS.index(split)], start)
+            loader = self._build_loader(stage.datasets[number], start)
             inner = iter(cyclic_iter(loader)) if args.dataloader_type == "cyclic" else iter(loader)
             iterator.iterable = self._watch(inner) if split == "train" else inner
             iterator.saved_microbatches = []

@@ -51,15 +51,20 @@ def arguments(corpus: Path) -> Callable[..., list[str]]:
 def undisturbed(
     jobs: JobServer, arguments: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Ended]:
-    """``undisturbed(variant, **overrides)``: a protected run without a fault, made once per set of arguments."""
-    made: dict[tuple[str, ...], Ended] = {}
+    """``undisturbed(variant, nodes, ranks_per_node, **overrides)``: a protected run without a fault.
 
-    def get(variant: str, **overrides: str | int | float | bool) -> Ended:
+    Made once per set of arguments.
+    """
+    made: dict[tuple[int, int, tuple[str, ...]], Ended] = {}
+
+    def get(variant: str, nodes: int = 4, ranks_per_node: int = 2, **overrides: str | int | float | bool) -> Ended:
         argv = arguments(variant, **overrides)
-        if tuple(argv) not in made:
+        key = (nodes, ranks_per_node, tuple(argv))
+        if key not in made:
             run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-            made[tuple(argv)] = jobs.run(Job(run_dir=run_dir, argv=[*argv, "--deadpool"]))
-            assert made[tuple(argv)].code == 0, made[tuple(argv)].output
-        return made[tuple(argv)]
+            job = Job(run_dir=run_dir, argv=[*argv, "--deadpool"], nodes=nodes, ranks_per_node=ranks_per_node)
+            made[key] = jobs.run(job)
+            assert made[key].code == 0, made[key].output
+        return made[key]
 
     return get
