@@ -410,7 +410,7 @@ class Agent:
         targets = Targets(
             agent=os.getpid(), worker=worker.pid if worker is not None else 0, replicator=self._replicator.pid
         )
-        await carry_out(strike, targets, self._send_now, self._warn)
+        await carry_out(strike, targets, self._memory, self._send_now, self._warn)
 
     async def _send_now(self, message: object) -> None:
         """Send, and wait (bounded) until it left: what comes next may end this process."""

@@ -70,12 +70,13 @@ class SeatFetched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeatFetchFailed:
-    """The copy of a seat's state could not be installed."""
+    """The copy of a seat's state could not be installed. ``corrupt``: it does not match its checksum."""
 
     generation: int
     rank: Rank
     source_node: str
     detail: str
+    corrupt: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The agent's part in faults on purpose: hitting a process of its node, itself included."""
+"""The agent's part in faults on purpose: hitting a process of its node, itself included, or the node's memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deadpool_ext.control import processes
+from deadpool_ext.control.node_memory import NodeMemory
 from deadpool_ext.protocol.messages import Strike, Struck
 
 #: kind -> (whose process, with everything below it, signal)
@@ -23,6 +24,8 @@ _SIGNALS: Final = {
     "kill-agent": ("agent", False, signal.SIGKILL),
     "stop-agent": ("agent", False, signal.SIGSTOP),
 }
+#: kind -> whether a hosted replica is hit, or the rank's own slot
+_FLIPS: Final = {"corrupt-slot": False, "corrupt-replica": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +38,20 @@ class Targets:
 
 
 async def carry_out(
-    strike: Strike, targets: Targets, tell: Callable[[object], Awaitable[None]], warn: Callable[[str], None]
+    strike: Strike,
+    targets: Targets,
+    memory: NodeMemory,
+    tell: Callable[[object], Awaitable[None]],
+    warn: Callable[[str], None],
 ) -> None:
     """Do what ``strike`` says. ``tell`` delivers a message before it returns; ``warn`` says what cannot be done."""
     kind = str(strike.fault["kind"])
+    if kind in _FLIPS and strike.rank is not None:
+        if memory.flip_bit(strike.rank, hosted=_FLIPS[kind]) is None:
+            warn(f"fault {strike.fault['id']}: no sealed copy of rank {strike.rank} on {strike.node} for {kind}")
+        # Told afterwards: whoever stands at the fault goes on when this is known.
+        await tell(Struck(fault=strike.fault, node=strike.node, rank=strike.rank, mono=time.monotonic()))
+        return
     known = _SIGNALS.get(kind)
     pid = getattr(targets, known[0]) if known is not None else 0
     if known is None or not pid:

@@ -432,7 +432,11 @@ class AgentState:
         if event.generation != self.generation:
             return []
         failed = FetchFailed(
-            generation=event.generation, rank=event.rank, source_node=event.source_node, detail=event.detail
+            generation=event.generation,
+            rank=event.rank,
+            source_node=event.source_node,
+            detail=event.detail,
+            corrupt=event.corrupt,
         )
         return [ToCoordinator(message=failed)]
 

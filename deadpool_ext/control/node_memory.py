@@ -39,6 +39,16 @@ class NodeMemory:
         """Sealed slots: (own, hosted)."""
         return _sealed(self.own), _sealed(self.hosted)
 
+    def flip_bit(self, rank: Rank, *, hosted: bool, bit: int | None = None) -> Version | None:
+        """Fault injection: flip one bit of the newest sealed slot of a rank, own or hosted; the version hit, or None
+        where there is none. ``bit``: see :meth:`Segment.flip_bit`; by default one in the middle of the shard."""
+        segment = (self.hosted if hosted else self.own).get(rank)
+        slot = segment.newest() if segment is not None else None
+        if segment is None or slot is None:
+            return None
+        segment.flip_bit(slot, segment.spec.shard_bytes * 4 if bit is None else bit)
+        return slot.version
+
     def close(self) -> None:
         """Give everything back."""
         for segment in (*self.own.values(), *self.hosted.values()):

@@ -226,7 +226,8 @@ class ReplicatorLink:
                     generation=reply.generation,
                     rank=reply.rank,
                     source_node=self._sources.get((reply.generation, reply.rank), ""),
-                    detail=f"{'corrupt: ' if reply.corrupt else ''}{reply.reason}",
+                    detail=reply.reason,
+                    corrupt=reply.corrupt,
                 )
             case commands.CommittedSeen():
                 return VersionCommitted(generation=reply.generation, version=reply.version)
@@ -246,9 +247,10 @@ class ReplicatorLink:
                 return ToCoordinator(message=FaultReached(fault_id=reply.fault_id, node=self._node, rank=reply.rank))
             case commands.Problem():
                 name = "corruption_detected" if reply.kind in _CORRUPT else "warning"
-                return self._emit(
-                    name, reply.generation, reply.rank, kind=reply.kind, reason=reply.text, peer=reply.peer
-                )
+                fields: dict[str, Any] = {"kind": reply.kind, "reason": reply.text, "peer": reply.peer}
+                if reply.version is not None:
+                    fields |= {"version": reply.version.v, "lineage": reply.version.lineage}
+                return self._emit(name, reply.generation, reply.rank, **fields)
         return None
 
     def _emit(self, event: str, generation: int, rank: int | None, **fields: Any) -> ToCoordinator:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deadpool_ext.protocol import checking, ending, failing, forming, restoring
+from deadpool_ext.protocol import checking, ending, failing, forming, integrity, restoring
 from deadpool_ext.protocol import messages as m
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import (
@@ -45,10 +45,12 @@ TABLE: dict[tuple[State, type], Handler] = {
     (State.STARTING, m.TrainingFinished): restoring.on_finished,
     (State.STARTING, m.CollectiveFailed): forming.on_collective_starting,
     (State.STARTING, m.WorkerExited): forming.on_exit_starting,
+    (State.STARTING, m.SlotCorrupt): integrity.on_slot_corrupt_starting,
     (State.RUNNING, m.Committed): restoring.on_committed,
     (State.RUNNING, m.TrainingFinished): restoring.on_finished,
     (State.RUNNING, m.CollectiveFailed): failing.on_collective_failed,
     (State.RUNNING, m.WorkerExited): failing.on_exit,
+    (State.RUNNING, m.SlotCorrupt): integrity.on_slot_corrupt,
     (State.FENCING, m.FenceDone): restoring.on_fence_done,
     (State.FENCING, m.FenceAck): restoring.on_fence_ack,
     (State.FENCING, m.SpecDeclared): restoring.on_spec,
@@ -67,6 +69,7 @@ TABLE: dict[tuple[State, type], Handler] = {
     (State.RESUMING, m.TrainingFinished): restoring.on_finished,
     (State.RESUMING, m.CollectiveFailed): failing.on_collective_failed,
     (State.RESUMING, m.WorkerExited): failing.on_exit,
+    (State.RESUMING, m.SlotCorrupt): integrity.on_slot_corrupt,
     (State.FINISHING, m.Committed): restoring.on_committed,
     (State.FINISHING, m.WorkerExited): ending.on_exit_at_end,
 }

@@ -265,7 +265,7 @@ def on_fetch_failed(job: Job, node: NodeId, message: FetchFailed, now: float) ->
     bad = BadCopy(node=message.source_node, rank=message.rank, version=recovery.plan.target)
     job.bad_copies.add(bad)
     job.log(
-        "corruption_detected",
+        "corruption_detected" if message.corrupt else "warning",
         node=message.source_node,
         rank=message.rank,
         version=bad.version.v,
@@ -283,6 +283,7 @@ def on_fetch_failed(job: Job, node: NodeId, message: FetchFailed, now: float) ->
                 permanent=False,
                 evidence="verification",
                 detected_at=now,
+                blameless=message.corrupt,  # uses up a copy, of which there are only a few
             )
         ],
         now,

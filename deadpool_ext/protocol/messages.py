@@ -160,6 +160,17 @@ class FetchFailed:
     rank: int
     source_node: str
     detail: str
+    corrupt: bool = True  # it does not match its checksum; else it could not be had
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotCorrupt:
+    """A worker's own slot of this version is no good and void now, and it cannot make another one of it."""
+
+    generation: int
+    rank: int
+    version: Version
+    detail: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

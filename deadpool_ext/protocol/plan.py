@@ -32,11 +32,12 @@ class NodeInventory:
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
 class BadCopy:
-    """A replica that could not be installed once: never used again (until it is written anew)."""
+    """A copy that could not be installed once: never used again (until it is written anew)."""
 
     node: NodeId
     rank: Rank
     version: Version
+    own: bool = False  # the seat's own slot; else a hosted replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def _holdings(
             for slot in slots:
                 if digests is not None and digests.get(slot.rank) != slot.layout_digest:
                     continue
-                if table is hosted and BadCopy(node=node, rank=slot.rank, version=slot.version) in bad_copies:
+                if BadCopy(node=node, rank=slot.rank, version=slot.version, own=table is own) in bad_copies:
                     continue
                 table.setdefault((slot.rank, slot.version), set()).add(node)
     return _Holdings(
@@ -154,10 +155,9 @@ def _refusal(
     # Every seat has something, but nothing that all share: name the version that the fewest seats lack.
     lacking = {version: tuple(rank for rank in ranks if not held(rank, version)) for version in versions}
     best = min(versions, key=lambda version: len(lacking[version]))  # ``versions`` is newest first
-    return NoPlan(
-        reason=f"no version of one lineage is held for every seat: {_name(best)} lacks seats {list(lacking[best])}",
-        seats=lacking[best],
-    )
+    spoilt = [f"seat {rank}{_spoilt(rank, bad_copies)}" for rank in lacking[best] if _spoilt(rank, bad_copies)]
+    what = f"no version of one lineage is held for every seat: {_name(best)} lacks seats {list(lacking[best])}"
+    return NoPlan(reason="; ".join([what, *spoilt]), seats=lacking[best])
 
 
 def _whereabouts(
@@ -165,9 +165,12 @@ def _whereabouts(
 ) -> str:
     peers = replica_map[rank]
     hosts = ", ".join(f"with seat {peer} now on {seat_nodes[peer]}" for peer in peers) or "nowhere (unprotected)"
+    return f"seat {rank} (now {seat_nodes[rank]}; replicas belong {hosts}{_spoilt(rank, bad_copies)})"
+
+
+def _spoilt(rank: Rank, bad_copies: frozenset[BadCopy]) -> str:
     bad = sorted({copy.node for copy in bad_copies if copy.rank == rank})
-    spoilt = f", refused as corrupt from {', '.join(bad)}" if bad else ""
-    return f"seat {rank} (now {seat_nodes[rank]}; replicas belong {hosts}{spoilt})"
+    return f", refused as corrupt from {', '.join(bad)}" if bad else ""
 
 
 def _name(version: Version) -> str:

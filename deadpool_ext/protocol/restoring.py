@@ -21,7 +21,7 @@ from deadpool_ext.protocol.messages import (
     StoreReady,
     TrainingFinished,
 )
-from deadpool_ext.protocol.plan import NodeInventory, make_plan
+from deadpool_ext.protocol.plan import BadCopy, NodeInventory, make_plan
 from deadpool_ext.protocol.recovery import Recovery
 from deadpool_ext.protocol.state import Job, State
 from deadpool_ext.protocol.types import NodeId, NoPlan, Rank, WorkerState, invariant
@@ -181,6 +181,8 @@ def on_fetched(job: Job, node: NodeId, message: Fetched, now: float) -> None:
     if message.rank in recovery.fetched:
         return
     recovery.fetched.add(message.rank)
+    if recovery.plan is not None:  # whatever was wrong with the own slot: it is written anew
+        job.bad_copies.discard(BadCopy(node=node, rank=message.rank, version=recovery.plan.target, own=True))
     recovery.fetched_bytes += message.nbytes
     if recovery.fetched.issuperset(recovery.replica_seats):
         recovery.marks["fetched"] = now

@@ -266,6 +266,17 @@ class Segment:
             raise CorruptSlotError(self.rank, version, f"slot {slot.index} does not match its checksum")
         return self.views(slot)
 
+    def read_meta(self, version: Version) -> memoryview:
+        """Verified read-only metadata of a version: for a reader whose live tensors hold the shard already, which is
+        not looked at. Raises like :meth:`read`."""
+        slot = self.find(version)
+        if slot is None:
+            raise SlotStateError(f"rank {self.rank} has no sealed slot of version {version}")
+        meta = self.views(slot).meta
+        if _native.crc32c(meta) != slot.meta_crc or not self.unchanged(slot):
+            raise CorruptSlotError(self.rank, version, f"metadata of slot {slot.index} do not match their checksum")
+        return meta
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def begin(self, version: Version) -> int:
@@ -341,9 +352,11 @@ class Segment:
         return left
 
     def void(self, slot: SealedSlot) -> None:
-        """Make a sealed slot unusable; no effect if it no longer holds what ``slot`` describes."""
-        if self.unchanged(slot):
-            self._set_state(slot.index, SlotState.VOID)
+        """Make a sealed slot unusable; no effect if it no longer holds what ``slot`` describes. Safe beside the
+        writer: a slot that it has begun to overwrite is not touched."""
+        at = self._at(slot.index) + _STATE
+        if self.unchanged(slot) and _native.compare_exchange_u64(self._memory, at, SlotState.SEALED, SlotState.VOID):
+            _native.fetch_add_u64(self._memory, _CHANGES_AT, 1)
 
     def void_above(self, target: Version) -> list[Version]:
         """Void every sealed slot above the recovery target; returns their versions."""
@@ -370,10 +383,12 @@ class Segment:
         _native.store_u64(self._memory, _PINS_AT, 0)
 
     def flip_bit(self, slot: SealedSlot, bit: int) -> None:
-        """Fault injection: flip one bit of a sealed slot's shard, leaving its checksum alone."""
-        shard, _ = self._ranges(slot.index)
-        at = shard + bit // 8 % max(1, self.spec.shard_bytes)
-        self._memory[at] ^= 1 << bit % 8
+        """Fault injection: flip one bit of a sealed slot's content, leaving its checksums alone. ``bit`` counts
+        through the shard and then the metadata, and starts over at the end."""
+        shard, meta = self._ranges(slot.index)
+        at = bit // 8 % max(1, self.spec.shard_bytes + slot.meta_bytes)
+        where = shard + at if at < self.spec.shard_bytes else meta + at - self.spec.shard_bytes
+        self._memory[where] ^= 1 << bit % 8
 
     # ---- the live tensors ------------------------------------------------------------------------------------------
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from dataclasses import replace
 
 from deadpool_ext.replication import agreement as agreeing
+from deadpool_ext.replication.arena import Segment
 from deadpool_ext.replication.commands import Hosted
 from deadpool_ext.replication.errors import CorruptSlotError, CorruptTransferError, ProtocolError
 from deadpool_ext.replication.generation import Generation
-from deadpool_ext.replication.slot_stream import holds, receive_slot, send_slot
+from deadpool_ext.replication.slot_stream import held, receive_slot, send_slot
 from deadpool_ext.replication.transport import frame
 from deadpool_ext.replication.transport.frame import FrameKind, Header, Refusal
 from deadpool_ext.replication.transport.handshake import Hello, Purpose
@@ -52,7 +54,7 @@ async def _serve_stream(generation: Generation, channel: Channel, hello: Hello) 
             text = f"rank {offer.rank} was offered with another layout than declared"
             generation.problem("layout", text, rank=offer.rank, version=offer.version, peer=hello.node)
             continue
-        if not holds(segment, offer):
+        if not await _intact(generation, segment, offer):
             started = time.monotonic()
             await channel.send(replace(offer, kind=FrameKind.GO))
             try:
@@ -71,6 +73,20 @@ async def _serve_stream(generation: Generation, channel: Channel, hello: Hello) 
                 )
             )
         await channel.send(replace(offer, kind=FrameKind.ACK))
+
+
+async def _intact(generation: Generation, segment: Segment, offer: Header) -> bool:
+    """Whether what is offered is here already, and still is what its checksum says: a replica that is counted on for
+    another generation has lain in memory for a while."""
+    slot = held(segment, offer)
+    if slot is None:
+        return False
+    if await asyncio.to_thread(segment.verify, slot):
+        return True
+    segment.void(slot)
+    text = f"rank {offer.rank}: a replica of version {offer.version.v} does not match its checksum any more"
+    generation.problem("corrupt_slot", text, rank=offer.rank, version=offer.version)
+    return False
 
 
 async def _serve_done(generation: Generation, channel: Channel, hello: Hello) -> None:

@@ -121,7 +121,9 @@ async def _receive_chunk(channel: Channel, part: _Part, offer: Header) -> None:
     part.advance(expected.nbytes, crc)
 
 
-def holds(segment: Segment, offer: Header) -> bool:
-    """Whether exactly what is offered is sealed here already."""
+def held(segment: Segment, offer: Header) -> SealedSlot | None:
+    """The slot in which exactly what is offered is sealed here already; its content is not looked at."""
     slot = segment.find(offer.version)
-    return slot is not None and frame.offer(offer.generation, offer.rank, slot, segment.spec.shard_bytes) == offer
+    if slot is None or frame.offer(offer.generation, offer.rank, slot, segment.spec.shard_bytes) != offer:
+        return None
+    return slot

@@ -41,6 +41,7 @@ class Node:
     own: dict[Rank, list[Version]] = field(default_factory=dict)  # sealed slots, oldest first, at most two
     hosted: dict[Rank, list[Version]] = field(default_factory=dict)
     spoilt: set[tuple[Rank, Version]] = field(default_factory=set)  # hosted copies that fail verification
+    spoilt_own: set[tuple[Rank, Version]] = field(default_factory=set)  # own slots that do
     board: Version | None = None  # committed world-wide in this generation, as this node knows
     replicate: m.Replicate | None = None
     plan: Any = None
@@ -52,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: kill, silence, exit, collective, join, leave, spoil. ``after``: actions since the start."""
+    """``kind``: kill, silence, exit, collective, join, leave, spoil, spoil_own. ``after``: actions since the start."""
 
     kind: str
     after: int

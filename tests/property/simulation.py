@@ -157,6 +157,8 @@ class Cluster:
                 node.say(m.CollectiveFailed(generation=max(node.generation, 0), rank=rank, detail="reset by peer"))
             case "spoil":
                 node.spoilt |= {(rank, version) for rank, slots in node.hosted.items() for version in slots}
+            case "spoil_own":
+                node.spoilt_own |= {(rank, version) for rank, slots in node.own.items() for version in slots}
             case _:
                 pass
 
@@ -266,6 +268,8 @@ class Cluster:
             if node.generation == 0:
                 continue
             assert node.plan is not None and not node.fetches, "nobody rebuilds before its state is there"
+            if self.finds_own_slot_bad(node, worker):
+                continue
             assert node.plan.target in node.own[worker.rank], "INV-2"
             worker.live, worker.phase = node.plan.target, "train"
             self.resumed.setdefault(node.generation, set()).add(worker.live)
@@ -275,6 +279,18 @@ class Cluster:
             node.say(m.Restored(generation=node.generation, rank=rank, nbytes=1, params_digest="same"))
             if rank == self.layout.world_size - 1 and worker.live.v > 0:
                 self.say_step(node, worker.live)
+
+    def finds_own_slot_bad(self, node: Node, worker: Worker) -> bool:
+        """A worker that reads its slot and finds it bad voids it, says so, and waits for another generation."""
+        target, rank = node.plan.target, worker.rank
+        if (rank, target) not in node.spoilt_own:
+            return False
+        node.spoilt_own.discard((rank, target))
+        node.own[rank] = [version for version in node.own[rank] if version != target]
+        worker.live, worker.phase = None, "wait"
+        node.say(m.Rebuilt(generation=node.generation, rank=rank, groups=3))
+        node.say(m.SlotCorrupt(generation=node.generation, rank=rank, version=target, detail="crc32c differs"))
+        return True
 
     def say_step(self, node: Node, version: Version) -> None:
         record = {"iteration": version.v, "generation": version.lineage, "lm_loss": 1.0}
@@ -312,6 +328,7 @@ class Cluster:
         else:
             assert version in source.hosted[rank], "INV-2: the planned copy exists"
             node.own[rank] = [*node.own.get(rank, []), version][-2:]
+            node.spoilt_own.discard((rank, version))
             node.say(m.Fetched(generation=node.generation, rank=rank, nbytes=1000, seconds=0.1))
         node.fetches.discard(rank)
         return True

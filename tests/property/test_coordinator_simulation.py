@@ -19,7 +19,7 @@ LAYOUTS = [
     (plain_layout(ranks_per_node=2, tensor_parallel=2, data_parallel=2, pipeline_parallel=2), 4),
     (plain_layout(ranks_per_node=1, data_parallel=3), 3),
 ]
-KINDS = ("kill", "kill", "silence", "exit", "collective", "join", "leave", "spoil")
+KINDS = ("kill", "kill", "silence", "exit", "collective", "join", "leave", "spoil", "spoil_own")
 ITERATIONS = 4
 
 

@@ -54,11 +54,13 @@ def situations(draw: st.DrawFn) -> dict:
         for rank in range(layout.world_size)
         if rank not in new
     }
-    hosted = [(node, slot) for node, inventory in inventories.items() for slot in inventory.hosted]
-    bad = {
-        BadCopy(node=node, rank=slot.rank, version=slot.version)
-        for node, slot in (draw(st.lists(st.sampled_from(hosted), max_size=2)) if hosted else [])
-    }
+    copies = [
+        BadCopy(node=node, rank=slot.rank, version=slot.version, own=own)
+        for node, inventory in inventories.items()
+        for own, slots in ((False, inventory.hosted), (True, inventory.own))
+        for slot in slots
+    ]
+    bad = set(draw(st.lists(st.sampled_from(copies), max_size=3)) if copies else [])
     return {
         "layout": layout,
         "replica_map": ring,
@@ -76,7 +78,8 @@ def options(situation: dict, rank: int, target: Version) -> set[tuple[SourceKind
     node = situation["seat_nodes"][rank]
     for name, inventory in situation["inventories"].items():
         for slot in inventory.own:
-            if slot.rank == rank and slot.version == target and name == node:
+            bad = BadCopy(node=name, rank=rank, version=target, own=True) in situation["bad_copies"]
+            if slot.rank == rank and slot.version == target and name == node and not bad:
                 found.add((SourceKind.OWN_SLOT, None))
                 worker = situation["workers"].get(rank)
                 if worker is not None and worker.live == target and not worker.dirty:

@@ -14,11 +14,13 @@ from typing import Any
 from deadpool_ext.control.session import WorkerSession
 from deadpool_ext.protocol.messages import StepDone
 from deadpool_ext.protocol.types import Version, invariant
-from deadpool_ext.replication.arena import Segment, SlotViews
+from deadpool_ext.replication.arena import Segment
 from deadpool_ext.replication.board import Board
 from deadpool_ext.replication.copy import CopyEngine, Ticket
+from deadpool_ext.replication.errors import CorruptSlotError
 from deadpool_ext.replication.gate import wait_committed
 from megatron.hotswap.loop.faults import TrainerFaults
+from megatron.hotswap.loop.own_slot import OwnSlot
 from megatron.hotswap.state import codec, metadata
 from megatron.hotswap.state.cursor import DataCursor
 from megatron.hotswap.state.metadata import TrainerState
@@ -54,11 +56,16 @@ class StepKeeper:
         self.sabotage: frozenset[str] = frozenset()
         self.live: Version | None = None
         self.dirty = False
-        self.captured = Version(v=-1, lineage=-1)
+        self.own = OwnSlot(session, self.segment, self.engine, shards)
         self.stall_s = 0.0  # exposed stall of the current iteration
         self._ticket: Ticket | None = None
         self._previous_end = time.monotonic()
         self._recorder = session.rank == session.world_size - 1
+
+    @property
+    def captured(self) -> Version:
+        """The version whose slot was sealed last, or restored from."""
+        return self.own.version
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
@@ -74,7 +81,10 @@ class StepKeeper:
         optimizer.step = step
 
     def wait_committed(self) -> None:
-        """Wait until the last captured version is committed in this generation; raises FencedError on a fence."""
+        """Wait until the last captured version is committed in this generation; raises FencedError on a fence.
+
+        It never is if its slot turns out to be bad while it is streamed: then it is written again.
+        """
         if "gate" in self.sabotage:
             return
         started, told = time.monotonic(), False
@@ -85,6 +95,7 @@ class StepKeeper:
             if waiting > GATE_WARNING_S and not told:
                 told = True
                 self.session.emit("gate_wait", seconds=waiting, version=self.captured.v, still_waiting=True)
+            self._mend()
             return self.session.fenced
 
         waited = wait_committed(
@@ -97,6 +108,19 @@ class StepKeeper:
         self.stall_s += waited
         if waited > GATE_EVENT_S:
             self.session.emit("gate_wait", seconds=waited, version=self.captured.v, still_waiting=False)
+
+    def _mend(self) -> None:
+        ticket = self.own.start_mending()
+        if ticket is None:
+            return
+        self._ticket = ticket  # given up by stop() if anything is raised
+        ticket.wait(COPY_DEADLINE_S, self._newer_generation)
+        self._ticket = None
+        try:
+            self.own.mended(ticket)
+        except CorruptSlotError:
+            self.dirty = True  # what the live tensors hold is no version that anybody has
+            raise
 
     def _mutate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         version = Version(v=self.captured.v + 1, lineage=self.session.generation)
@@ -131,8 +155,7 @@ class StepKeeper:
         meta = codec.encode(metadata.capture(self.state, iteration, flops))
         self._ticket.wait(COPY_DEADLINE_S, self._newer_generation)
         ticket, self._ticket = self._ticket, None
-        ticket.finish(meta)
-        self.captured = version
+        self.own.sealed(ticket.finish(meta), meta)
         self.session.iteration = iteration + 1
         self.session.emit(
             "snapshot_sealed", version=iteration, bytes=ticket.nbytes + len(meta), seconds=ticket.d2h_seconds
@@ -180,10 +203,6 @@ class StepKeeper:
         self.engine.close()
         self.segment.close()
         self.board.close()
-
-    def slot(self, target: Version) -> SlotViews:
-        """Shard and metadata of the sealed slot that holds ``target``; verified again before use (INV-2)."""
-        return self.segment.read(target)
 
     def resume(self) -> None:
         """After a restore: report the records that came with it; those already known are dropped by the receiver."""

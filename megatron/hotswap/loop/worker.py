@@ -42,8 +42,8 @@ from deadpool_ext.protocol.types import (
     WorkerState,
     invariant,
 )
+from deadpool_ext.replication.errors import CorruptSlotError, GateTimeoutError, StoppedError
 from deadpool_ext.replication.errors import FencedError as BoardFencedError
-from deadpool_ext.replication.errors import GateTimeoutError, StoppedError
 from megatron.hotswap.device.health import break_device, cause_of, probe_device
 from megatron.hotswap.loop.faults import TrainerFaults
 from megatron.hotswap.loop.reentry import run_resets
@@ -279,7 +279,7 @@ class ResilientWorker:
         return self.session.interruptible()
 
     def _is_failure_elsewhere(self, error: BaseException) -> bool:
-        told = (FencedError, BoardFencedError, StoppedError, SupersededError)
+        told = (FencedError, BoardFencedError, StoppedError, SupersededError, CorruptSlotError)
         silent = (WaitTimeoutError, GateTimeoutError)
         return self.session.fenced or isinstance(error, told + silent) or is_communication_error(error)
 
@@ -354,9 +354,10 @@ class ResilientWorker:
         assert self.state is not None and self.shards is not None and self.keeper is not None
         self.faults.reach("recovery", target.v)
         keeper = self.keeper
-        slot = keeper.slot(target)
+        keep = seat.source is SourceKind.KEEP and not keeper.dirty
+        slot = keeper.own.read(target, shard=not keep)
         nbytes = 0
-        if seat.source is SourceKind.KEEP and not keeper.dirty:
+        if slot.shard is None:
             invariant(keeper.live == target, f"INV-1: rank {seat.rank} keeps {keeper.live}, the plan says {target}")
         else:
             keeper.dirty = True
@@ -365,7 +366,6 @@ class ResilientWorker:
         metadata.restore(self.state, saved, self.sabotage)
         run_resets(self.state, "after", self.sabotage)
         keeper.hold(target)
-        keeper.captured = target
         if "cursor" not in self.sabotage:
             self.cursor.rewind()
         if "rng" not in self.sabotage:

@@ -220,6 +220,41 @@ def test_a_corrupt_hosted_copy_is_not_fetched() -> None:
         assert not failed.corrupt and "not_found" in failed.reason
 
 
+def test_a_replica_that_went_bad_is_not_counted_on_in_the_next_generation() -> None:
+    with cluster(2) as ring:
+        ring.configure(0)
+        ring.seal_all(at(0))
+        ring.expect_commit(0, at(0))
+        ring.fence(1, ring.seats)
+        hosted = ring.seats[1].hosted[0]
+        hosted.flip_bit(hosted.newest(), 4321)
+        ring.configure(1, void_above=at(0))
+        problem = ring.seats[1].expect(commands.Problem)
+        assert (problem.kind, problem.rank, problem.version) == ("corrupt_slot", 0, at(0))
+        ring.expect_commit(1, at(0))
+        assert is_right(hosted, at(0))  # it was sent again
+        sealed = ring.seats[0].expect(commands.ReplicaSealed, lambda said: said.generation == 1)
+        assert sealed.nbytes > SHARD_BYTES
+
+
+def test_an_own_slot_that_is_written_again_is_committed_after_all() -> None:
+    """What a worker does at the gate, where its live tensors still hold the version that was found corrupt."""
+    with cluster(2) as ring:
+        ring.configure(0)
+        ring.seal_all(at(0))
+        ring.expect_commit(0, at(0))
+        ring.seats[1].restart()  # and not configured yet, so that the flip comes before the stream
+        own = ring.seats[0].own[0]
+        own.flip_bit(seal(own, at(1)), 99)
+        seal(ring.seats[1].own[1], at(1))
+        ring.configure(0, only=[ring.seats[1]])
+        assert ring.seats[0].expect(commands.Problem).kind == "corrupt_slot"
+        assert own.find(at(1)) is None and ring.seats[0].board.committed().version == at(0)
+        seal(own, at(1))
+        ring.expect_commit(0, at(1))
+        assert is_right(ring.seats[1].hosted[0], at(1))
+
+
 def test_a_fetch_waits_for_a_source_that_is_not_there_yet_and_skips_what_is_here() -> None:
     with cluster(2) as ring:
         ring.configure(0)

@@ -40,6 +40,7 @@ MESSAGES = {
     m.Constructed: "n0 Constructed rank=0",
     m.Fetched: "n0 Fetched rank=0",
     m.FetchFailed: "n0 FetchFailed rank=0 source=n2",
+    m.SlotCorrupt: "n0 SlotCorrupt rank=0 version=1.0",
     m.Rebuilt: "n0 Rebuilt rank=0",
     m.Restored: "n0 Restored rank=0",
     m.Committed: "n0 Committed version=1.0",

@@ -182,6 +182,8 @@ class Transcript:
                 return m.Fetched(**where, nbytes=1000, seconds=0.1)
             case "FetchFailed":
                 return m.FetchFailed(**where, source_node=given["source"], detail="crc32c differs")
+            case "SlotCorrupt":
+                return m.SlotCorrupt(**where, version=version(given["version"]), detail="crc32c differs")
             case "Rebuilt":
                 return m.Rebuilt(**where, groups=3)
             case "Restored":

@@ -173,6 +173,28 @@ def test_one_flipped_bit_is_never_read(segment: Segment) -> None:
         assert segment.verify(slot)
 
 
+def test_metadata_are_read_without_the_shard_being_looked_at(segment: Segment) -> None:
+    slot = put(segment, at(1))
+    segment.flip_bit(slot, 12_345)  # in the shard
+    assert bytes(segment.read_meta(at(1))) == bytes(segment.views(slot).meta)
+    segment.flip_bit(slot, SPEC.shard_bytes * 8 + 3)  # in the metadata
+    with pytest.raises(CorruptSlotError, match="metadata"):
+        segment.read_meta(at(1))
+    with pytest.raises(SlotStateError):
+        segment.read_meta(at(2))
+
+
+def test_a_slot_that_its_writer_has_begun_to_overwrite_is_not_voided(segment: Segment) -> None:
+    slots = [put(segment, at(v)) for v in (1, 2, 3)]
+    other = Segment.open(segment.path)
+    assert segment.begin(at(4)) == slots[0].index
+    other.void(slots[0])
+    assert segment.state(slots[0].index) is SlotState.WRITING
+    other.void(slots[2])
+    assert segment.state(slots[2].index) is SlotState.VOID and versions(segment) == [at(2)]
+    other.close()
+
+
 def test_a_descriptor_with_a_flipped_bit_is_not_found(segment: Segment) -> None:
     slot = put(segment, at(1))
     raw = memfd.attach(segment.path)
