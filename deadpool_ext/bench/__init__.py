@@ -1,0 +1,1 @@
+"""Campaigns of runs that are broken on purpose, and what is measured of them."""
