@@ -74,13 +74,13 @@ def _campaign(directory: Path, shape: Any, drawn: Sequence[Any], seed: int) -> i
     from deadpool_ext.rundir.compare import first_difference, read_run
     from deadpool_ext.rundir.summary import read_events
 
-    console = Console(soft_wrap=True)
+    console = Console(width=120)
+    jobs.prepare()  # first: it sets what libraries read when they are loaded, which making data does too
     corpus = directory / "data" / "stdlib"
     if not corpus.with_suffix(".idx").exists() and deadpool(
         ["data", "stdlib", "--output", str(corpus), "--limit-mb", "1", "--force"]
     ):
         raise jobs.BenchError("making the data failed")
-    jobs.prepare()
 
     def start(name: str, spares: int, faults: Sequence[str], iterations: int) -> tuple[Path, int]:
         place = directory / name
@@ -143,7 +143,7 @@ def _show(console: Console, found: Sequence[Any]) -> None:
 
     matrix = outcomes.confusion(found)
     table = Table(title="decided class by injected kind", title_justify="left")
-    table.add_column("injected")
+    table.add_column("injected", no_wrap=True)
     for decision in DECISIONS:
         table.add_column(decision, justify="right")
     for kind, row in sorted(matrix.items()):
@@ -151,7 +151,7 @@ def _show(console: Console, found: Sequence[Any]) -> None:
     console.print(table)
     table = Table(title="seconds from the injection to the end of the first new step", title_justify="left")
     for column in ("injected", "n", "detect", "median", "worst", "median - step", "worst - step"):
-        table.add_column(column, justify="left" if column == "injected" else "right")
+        table.add_column(column, justify="left" if column == "injected" else "right", no_wrap=True)
     for kind, cost in outcomes.costs(found).items():
         values = (cost.detect, cost.median, cost.worst, cost.beyond_median, cost.beyond_worst)
         table.add_row(kind, str(cost.count), *(f"{value:.2f}" for value in values))
