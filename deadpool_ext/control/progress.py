@@ -180,6 +180,8 @@ class ProgressPrinter:
         return f"fault: {kind} {where} {when}"
 
     def _corruption(self, record: Record) -> str:
+        if record.get("kind") == "parameters":
+            return f"parameters differ after iteration {record.get('version')}: {_text(record.get('reason'))}"
         return f"corrupt copy found on {_where(record)}: {_text(record.get('reason'))}"
 
     def _warning(self, record: Record) -> str | None:

@@ -51,6 +51,7 @@ TABLE: dict[tuple[State, type], Handler] = {
     (State.RUNNING, m.CollectiveFailed): failing.on_collective_failed,
     (State.RUNNING, m.WorkerExited): failing.on_exit,
     (State.RUNNING, m.SlotCorrupt): integrity.on_slot_corrupt,
+    (State.RUNNING, m.ReplicaMismatch): integrity.on_mismatch,
     (State.FENCING, m.FenceDone): restoring.on_fence_done,
     (State.FENCING, m.FenceAck): restoring.on_fence_ack,
     (State.FENCING, m.SpecDeclared): restoring.on_spec,
@@ -70,6 +71,7 @@ TABLE: dict[tuple[State, type], Handler] = {
     (State.RESUMING, m.CollectiveFailed): failing.on_collective_failed,
     (State.RESUMING, m.WorkerExited): failing.on_exit,
     (State.RESUMING, m.SlotCorrupt): integrity.on_slot_corrupt,
+    (State.RESUMING, m.ReplicaMismatch): integrity.on_mismatch,
     (State.FINISHING, m.Committed): restoring.on_committed,
     (State.FINISHING, m.WorkerExited): ending.on_exit_at_end,
 }

@@ -69,6 +69,15 @@ _TABLE = (
         name="corrupt-slot", hand=Hand.AGENT, target=_RANK, what="one bit of the rank's own newest sealed slot flips"
     ),
     FaultKind(
+        name="corrupt-param", hand=Hand.WORKER, target=_RANK, what="one bit of the rank's model parameters flips"
+    ),
+    FaultKind(
+        name="corrupt-main",
+        hand=Hand.WORKER,
+        target=_RANK,
+        what="one bit of the fp32 main parameters that the rank's optimizer keeps flips",
+    ),
+    FaultKind(
         name="drop-connection", hand=Hand.WORKER, target=_RANK, what="the rank's data connections break, nobody dies"
     ),
     FaultKind(name="fill-disk", hand=Hand.NOBODY, target=_NODE, what="the run directory's disk is full"),

@@ -174,6 +174,20 @@ class SlotCorrupt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaMismatch:
+    """Parameters of a data-parallel group differ, although they must not. Said by the group's first rank."""
+
+    generation: int
+    rank: int
+    version: Version
+    group: tuple[int, ...]
+    digests: tuple[str, ...]  # of all parameters of the group, in group order
+    deviating: tuple[int, ...]  # empty: undecided
+    spoilt: tuple[int, ...]  # seats whose sealed copies of this version are wrong too
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rebuilt:
     """The worker's groups are connected in this generation."""
 

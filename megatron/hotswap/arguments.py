@@ -67,11 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "the node. An exit code other than 0, or more than 5 seconds, means that the node must not train: a spare "
         "takes over. Default: none (memory, disk and, where the driver tells, GPUs are checked anyway).",
     )
+    group.add_argument(
+        "--deadpool-check-params-every",
+        type=int,
+        metavar="N",
+        default=0,
+        help="Compare the model parameters over the data-parallel groups after every N-th iteration, and each rank's "
+        "optimizer state with its sealed copy; one pass over both, before the next optimizer step. A difference names "
+        "the rank that deviates. Default: 0, never.",
+    )
+    group.add_argument(
+        "--deadpool-on-mismatch",
+        choices=("warn", "swap"),
+        default="warn",
+        help="What to do about such a difference. warn: an event says so, and training goes on. swap: the job goes "
+        "back to the last iteration known to be right, and a spare replaces the node that deviates. Default: warn.",
+    )
     return parser
 
 
 #: Arguments that the coordinator and the agents go by, and their names there.
-POLICY = {"deadpool_health_check": "health_check"}
+POLICY = {"deadpool_health_check": "health_check", "deadpool_on_mismatch": "on_mismatch"}
 
 
 def policy(args: argparse.Namespace) -> dict[str, Any]:
@@ -106,6 +122,8 @@ def provide(extra: ExtraArguments | None = None) -> ExtraArguments:
                     raise UsageError(f"{flag} is not for this script: use upstream's own entry script for it")
             if installed():
                 defaults.check(parsed)
+            if parsed.deadpool_check_params_every < 0:
+                raise UsageError("--deadpool-check-params-every must be 0 (never) or a number of iterations")
             if parsed.deadpool:
                 refusals.check(parsed)
             return parsed

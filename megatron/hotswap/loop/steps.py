@@ -19,6 +19,7 @@ from deadpool_ext.replication.board import Board
 from deadpool_ext.replication.copy import CopyEngine, Ticket
 from deadpool_ext.replication.errors import CorruptSlotError
 from deadpool_ext.replication.gate import wait_committed
+from megatron.hotswap.loop.crosscheck import ParametersDifferError
 from megatron.hotswap.loop.faults import TrainerFaults
 from megatron.hotswap.loop.own_slot import OwnSlot
 from megatron.hotswap.state import codec, metadata
@@ -54,6 +55,7 @@ class StepKeeper:
         self.board = Board.open(session.board_path)
         self.engine = CopyEngine(on_copy=lambda version, copied: faults.reach("d2h", version.v))
         self.sabotage: frozenset[str] = frozenset()
+        self.check: Callable[[Version], None] = lambda version: None  # at the gate, of the version that is held
         self.live: Version | None = None
         self.dirty = False
         self.own = OwnSlot(session, self.segment, self.engine, shards)
@@ -76,6 +78,7 @@ class StepKeeper:
         def step(*args: Any, **kwargs: Any) -> Any:
             self.faults.reach("gate")
             self.wait_committed()
+            self.cross_check()
             return self._mutate(original, args, kwargs)
 
         optimizer.step = step
@@ -108,6 +111,18 @@ class StepKeeper:
         self.stall_s += waited
         if waited > GATE_EVENT_S:
             self.session.emit("gate_wait", seconds=waited, version=self.captured.v, still_waiting=False)
+
+    def cross_check(self) -> None:
+        """Compare with the other replicas if it is time; see :mod:`~megatron.hotswap.loop.crosscheck`.
+
+        To be called where the live tensors hold a committed version. Raises ParametersDifferError.
+        """
+        try:
+            self.check(self.captured)
+        except ParametersDifferError:
+            self.dirty = True  # whoever it is that deviates: nobody of the group keeps what it has
+            raise
+        self._mend()  # the own slot, if it was that which turned out bad
 
     def _mend(self) -> None:
         ticket = self.own.start_mending()

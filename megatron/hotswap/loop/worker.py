@@ -45,6 +45,8 @@ from deadpool_ext.protocol.types import (
 from deadpool_ext.replication.errors import CorruptSlotError, GateTimeoutError, StoppedError
 from deadpool_ext.replication.errors import FencedError as BoardFencedError
 from megatron.hotswap.device.health import break_device, cause_of, probe_device
+from megatron.hotswap.loop import crosscheck
+from megatron.hotswap.loop.crosscheck import ParametersDifferError
 from megatron.hotswap.loop.faults import TrainerFaults
 from megatron.hotswap.loop.reentry import run_resets
 from megatron.hotswap.loop.steps import StepKeeper
@@ -106,6 +108,7 @@ class ResilientWorker:
         self.state = TrainerState(model=model, optimizer=optimizer, scheduler=scheduler, config=config)
         self.shards = FlatShards(model, optimizer)
         self.faults.install(self.state)
+        crosscheck.install_faults(self.session, self.state, self.shards)
         if self.session.solo:
             self._join()
         else:
@@ -138,6 +141,7 @@ class ResilientWorker:
         ready = self.session.wait_for(ArenaReady, generation, self._deadline("setup_s", 600.0))
         self.keeper = StepKeeper(self.session, self.state, self.shards, self.cursor, self.faults, ready.segment_path)
         self.keeper.sabotage = self.sabotage
+        self.keeper.check = crosscheck.make_check(self.session, self.state, self.shards, self.keeper.segment)
         self.keeper.guard(self.state.optimizer)
 
     def _protect_first(self) -> None:
@@ -237,6 +241,7 @@ class ResilientWorker:
         assert self.keeper is not None
         if region == 0:
             self.keeper.wait_committed()
+            self.keeper.cross_check()
         if region != LAST_REGION:
             torch.distributed.barrier()
 
@@ -279,7 +284,7 @@ class ResilientWorker:
         return self.session.interruptible()
 
     def _is_failure_elsewhere(self, error: BaseException) -> bool:
-        told = (FencedError, BoardFencedError, StoppedError, SupersededError, CorruptSlotError)
+        told = (FencedError, BoardFencedError, StoppedError, SupersededError, CorruptSlotError, ParametersDifferError)
         silent = (WaitTimeoutError, GateTimeoutError)
         return self.session.fenced or isinstance(error, told + silent) or is_communication_error(error)
 

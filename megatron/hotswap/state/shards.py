@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from deadpool_ext import _native
@@ -152,6 +153,28 @@ class FlatShards:
             tensor.copy_(value)
         return offset
 
+    def differences(self, raw: memoryview) -> list[str]:
+        """Names of entries whose bytes are not those of a slot's shard. Buffers are left out: upstream changes some of
+        them within a step, before the optimizer's."""
+        found = []
+        offset = 0
+        inside: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            inside.setdefault(entry.tensor.untyped_storage().data_ptr(), []).append(entry)
+        for piece in self.pieces():
+            nbytes = piece.numel() * piece.element_size()
+            here = host_bytes(piece)
+            there = np.frombuffer(raw, dtype=np.uint8, count=nbytes, offset=offset)
+            if nbytes and not np.array_equal(here, there):
+                for entry in inside[piece.untyped_storage().data_ptr()]:
+                    start = entry.tensor.data_ptr() - piece.data_ptr()
+                    part = slice(start, start + entry.tensor.numel() * entry.tensor.element_size())
+                    within = start >= 0 and part.stop <= nbytes and entry.key != "buffer"
+                    if within and not np.array_equal(here[part], there[part]):
+                        found.append(f"{entry.name} {entry.key}")
+            offset += nbytes
+        return found
+
     def digest(self) -> str:
         """SHA-256 over every entry's bytes: the optimizer state part of ``final.json``."""
         total = hashlib.sha256()
@@ -159,6 +182,12 @@ class FlatShards:
             total.update(f"{entry.name} {entry.key} {entry.tensor.dtype} {tuple(entry.tensor.shape)}".encode())
             total.update(entry.tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
         return total.hexdigest()
+
+
+def host_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A contiguous tensor's bytes, in host memory; no copy where it is there already."""
+    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    return array
 
 
 def parameters_digest(model: list[Any]) -> str:

@@ -41,6 +41,7 @@ MESSAGES = {
     m.Fetched: "n0 Fetched rank=0",
     m.FetchFailed: "n0 FetchFailed rank=0 source=n2",
     m.SlotCorrupt: "n0 SlotCorrupt rank=0 version=1.0",
+    m.ReplicaMismatch: "n0 ReplicaMismatch rank=0 version=1.0 deviating=1",
     m.Rebuilt: "n0 Rebuilt rank=0",
     m.Restored: "n0 Restored rank=0",
     m.Committed: "n0 Committed version=1.0",

@@ -2,7 +2,7 @@
 
 A file is a sequence of blocks: commands, a line ``----``, the expected effects, an empty line. Commands:
 
-    config nodes=2 spares=1 tp=1 dp=2 pp=1 rpn=1 [fault=SPEC]      the job (first command)
+    config nodes=2 spares=1 tp=1 dp=2 pp=1 rpn=1 [fault=SPEC] [on_mismatch=swap]    the job (first command)
     at SECONDS                                                     the time of what follows
     start                                                          honest nodes up to the first committed version
     NODE MESSAGE [key=value ...]                                   a message; generation and node are filled in
@@ -41,6 +41,8 @@ from deadpool_ext.protocol.effects import (
 from deadpool_ext.protocol.faults import parse_faults
 from deadpool_ext.protocol.layout import plain_layout
 from deadpool_ext.protocol.types import RecoveryPlan, ShardSpec, SlotInfo, Version, WorkerState
+
+SEATS = ("group", "deviating", "spoilt")
 
 
 def version(text: str) -> Version:
@@ -112,12 +114,14 @@ class Transcript:
             pipeline_parallel=int(given.get("pp", "1")),
         )
         faults = [value for key, value in given.items() if key.startswith("fault")]
+        policy = {"on_mismatch": given["on_mismatch"]} if "on_mismatch" in given else {}
         job = m.JobSpec(
             job_id="job",
             argv=("train.py",),
             cwd="/",
             env={},
             layout=layout,
+            policy=policy,
             faults=tuple(fault.to_dict() for fault in parse_faults(faults)),
         )
         self.config = CoordinatorConfig(job=job, nodes=int(given["nodes"]), spares=int(given.get("spares", "0")))
@@ -182,6 +186,11 @@ class Transcript:
                 return m.Fetched(**where, nbytes=1000, seconds=0.1)
             case "FetchFailed":
                 return m.FetchFailed(**where, source_node=given["source"], detail="crc32c differs")
+            case "ReplicaMismatch":
+                lists = {name: tuple(int(r) for r in given.get(name, "").split(",") if r) for name in SEATS}
+                return m.ReplicaMismatch(
+                    **where, version=version(given["version"]), digests=("a", "b"), reason="they differ", **lists
+                )
             case "SlotCorrupt":
                 return m.SlotCorrupt(**where, version=version(given["version"]), detail="crc32c differs")
             case "Rebuilt":
