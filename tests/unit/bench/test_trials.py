@@ -35,7 +35,8 @@ def test_faults_of_a_run_do_not_meet() -> None:
 
 
 def test_every_kind_has_an_expectation() -> None:
-    assert set(EXPECTED) >= set(AVAILABLE) - {"corrupt-param"}
+    # Live tensors that flip are found only by --deadpool-check-params-every, which a campaign does without.
+    assert set(EXPECTED) >= set(AVAILABLE) - {"corrupt-param", "corrupt-main"}
 
 
 def test_unknown_kinds_are_refused() -> None:
