@@ -57,10 +57,50 @@ class NodeReady:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """A thread of a worker waits for others in an operation of a group."""
+
+    group: str
+    ranks: tuple[int, ...]  # members of the group
+    operation: str  # "allreduce", "recv", ...
+    number: int  # of the operation in its group and generation, from 1
+    peers: tuple[int, ...]  # members that it needs: for point-to-point one, else all others
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vital:
+    """What a look from outside showed of one worker. It costs the worker nothing and works without its GIL."""
+
+    rank: int
+    generation: int  # of its groups
+    iteration: int  # the 1-based one being computed; 0: none yet
+    place: str  # where its main thread is: "setup", "data", "forward", ..., the phases of fault specs
+    place_s: float  # seconds since it came there
+    moves: int  # places entered and operations begun and ended: it changes if and only if something goes on
+    process: str  # state of the process: a letter of /proc/PID/stat, "T" stopped
+    waits: tuple[Wait, ...] = ()
+    issued: dict[str, int] = field(default_factory=dict)  # operations begun in this generation, by group
+    busy_s: float = 0.0  # of the last finished iteration: seconds in which it did not wait for others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """Sent by the agent's own event loop at ``options['heartbeat_s']``."""
+    """Sent by the agent's own event loop at ``options['heartbeat_s']``, with a look at each of its workers."""
 
     node: str
+    vitals: tuple[Vital, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspected:
+    """The answer to Inspect: Python frames of the worker's main thread, innermost first, or why there are none."""
+
+    node: str
+    rank: int
+    number: int
+    stack: tuple[str, ...]
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,6 +374,14 @@ class Recover:
 class CheckHealth:
     """Run the health checks now and answer HealthReport with the same number."""
 
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspect:
+    """Read the Python stack of a worker's main thread from outside and answer Inspected with the same number."""
+
+    rank: int
     number: int
 
 
