@@ -63,7 +63,7 @@ class Wait:
     group: str
     ranks: tuple[int, ...]  # members of the group
     operation: str  # "allreduce", "recv", ...
-    number: int  # of the operation in its group and generation, from 1
+    number: int  # of a collective, among the collectives of its group and generation, from 1; point-to-point: 0
     peers: tuple[int, ...]  # members that it needs: for point-to-point one, else all others
     seconds: float
 
@@ -80,7 +80,7 @@ class Vital:
     moves: int  # places entered and operations begun and ended: it changes if and only if something goes on
     process: str  # state of the process: a letter of /proc/PID/stat, "T" stopped
     waits: tuple[Wait, ...] = ()
-    issued: dict[str, int] = field(default_factory=dict)  # operations begun in this generation, by group
+    issued: dict[str, int] = field(default_factory=dict)  # collectives begun in this generation, by group
     busy_s: float = 0.0  # of the last finished iteration: seconds in which it did not wait for others
 
 
