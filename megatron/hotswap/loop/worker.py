@@ -191,14 +191,15 @@ class ResilientWorker:
                     raise
                 detail = summary(error)
                 release_frames(error)
-                del error
-                if self._recover(region, self._unwound(detail)) > region:
-                    return result  # all others are beyond: nothing of this region is left to do
-                self._prepare_region(region)
-                continue
-            if leaving is not None:
-                raise leaving
-            return result
+            else:
+                if leaving is not None:
+                    raise leaving
+                return result
+            # Out of the handler: whatever is raised from here on would carry the old error as its context, and an
+            # error of the script itself would look like the consequence of a failure elsewhere.
+            if self._recover(region, self._unwound(detail)) > region:
+                return result  # all others are beyond: nothing of this region is left to do
+            self._prepare_region(region)
 
     def next_region(self, body: Callable[[], Any]) -> Any:
         """Run the next piece of upstream after ``train()`` as a region of its own."""
@@ -331,7 +332,7 @@ class ResilientWorker:
                     raise
                 detail = summary(error)
                 release_frames(error)
-                generation = self._unwound(detail)
+            generation = self._unwound(detail)
 
     def _recover_once(self, region: int, generation: int) -> int:
         assert self.state is not None

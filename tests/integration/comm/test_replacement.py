@@ -136,7 +136,7 @@ def construct_alone(rank: int, groups: dict[str, dist.ProcessGroup]) -> None:
         dist.send(torch.ones(1), (rank + 1) % len(WORLD))
 
 
-def test_a_newcomer_takes_a_dead_ranks_place_in_every_group(ranks: Any) -> None:
+def test_f17_a_newcomer_takes_a_dead_ranks_place_in_every_group(ranks: Any) -> None:
     ranks.start(WORLD, survivor)
     ranks.relay_port(0, WORLD)
     ranks.expect(WORLD, "working")

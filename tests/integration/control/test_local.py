@@ -206,7 +206,7 @@ def test_a_killed_worker_is_forked_again_on_its_node(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_nothing_is_left(launch: Launch, number: signal.Signals) -> None:
+def test_f21_interrupted_nothing_is_left(launch: Launch, number: signal.Signals) -> None:
     hit = launch(*SIZE, "--spares", "1", steps=10000, step_seconds=0.02)
     hit.until("step 2/")
     hit.process.send_signal(number)
@@ -233,7 +233,7 @@ def test_the_scripts_own_failure_ends_the_job_with_its_line(launch: Launch) -> N
     hit.wait_gone()
 
 
-def test_memory_that_is_not_there_is_said_before_anything_is_lost(launch: Launch) -> None:
+def test_f13_memory_that_is_not_there_is_said_before_anything_is_lost(launch: Launch) -> None:
     script = [str(DUMMY / "train.py"), "--deadpool", "--steps", "3", "--claimed-bytes", str(1 << 50)]
     code, out, err = launch(*SIZE, script=script).finish()
     assert code == 1, (out, err)

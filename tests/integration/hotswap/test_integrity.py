@@ -37,7 +37,7 @@ def at(step: int, phase: str, *faults: str) -> tuple[str, ...]:
     return tuple(f"{fault},step={step},phase={phase}" for fault in faults)
 
 
-def test_a_survivors_own_slot_is_corrupt_and_its_replica_serves(
+def test_f4_a_survivors_own_slot_is_corrupt_and_its_replica_serves(
     jobs: JobServer, arguments: Callable[..., list[str]], undisturbed: Callable[..., Ended], run_dir: Path
 ) -> None:
     """In the optimizer step: rank 0 has begun to overwrite version 3, and needs its slot."""
@@ -50,7 +50,7 @@ def test_a_survivors_own_slot_is_corrupt_and_its_replica_serves(
     assert ("n0", 0, 3) in bad_copies(ended)
 
 
-def test_a_lost_nodes_replica_is_corrupt_and_the_version_before_serves(
+def test_f4_a_lost_nodes_replica_is_corrupt_and_the_version_before_serves(
     jobs: JobServer, arguments: Callable[..., list[str]], undisturbed: Callable[..., Ended], run_dir: Path
 ) -> None:
     faults = at(4, "optimizer", "corrupt-replica:rank=4", "kill-node:node=n2")
@@ -61,7 +61,7 @@ def test_a_lost_nodes_replica_is_corrupt_and_the_version_before_serves(
     assert ("n3", 4, 3) in bad_copies(ended)
 
 
-def test_both_copies_of_the_newest_version_are_corrupt(
+def test_f4_both_copies_of_the_newest_version_are_corrupt(
     jobs: JobServer, arguments: Callable[..., list[str]], undisturbed: Callable[..., Ended], run_dir: Path
 ) -> None:
     faults = at(4, "optimizer", "corrupt-slot:rank=0", "corrupt-replica:rank=0", "kill-node:node=n2")
@@ -73,7 +73,7 @@ def test_both_copies_of_the_newest_version_are_corrupt(
     assert bad_copies(ended) >= {("n0", 0, 3), ("n1", 0, 3)}
 
 
-def test_no_good_copy_of_any_version_is_left(
+def test_f4_no_good_copy_of_any_version_is_left(
     jobs: JobServer, arguments: Callable[..., list[str]], run_dir: Path, tmp_path: Path
 ) -> None:
     """The job stops, and says which seat has none, who was found corrupt, and where the durable checkpoint is."""
@@ -90,7 +90,7 @@ def test_no_good_copy_of_any_version_is_left(
 
 
 @pytest.mark.parametrize("variant", ["bf16_overlaps"])
-def test_a_slot_that_is_found_corrupt_while_it_is_streamed_is_written_again(
+def test_f4_a_slot_that_is_found_corrupt_while_it_is_streamed_is_written_again(
     variant: str,
     jobs: JobServer,
     arguments: Callable[..., list[str]],

@@ -14,7 +14,7 @@ from tests.jobs import Job, JobServer
 
 
 @pytest.mark.parametrize("how", ["finished", "interrupted", "launcher_killed"])
-def test_nothing_is_left(
+def test_f21_nothing_is_left(
     how: str, jobs: JobServer, arguments: Callable[..., list[str]], run_dir: Path, tmp_path: Path
 ) -> None:
     before_memory = set(os.listdir("/dev/shm"))

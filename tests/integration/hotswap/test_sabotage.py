@@ -49,5 +49,8 @@ def test_without_it_the_runs_differ(
         found = difference(ended, undisturbed(variant))
     except RunRecordError:
         found = "no result"
-    assert found is not None
+    # Where it makes the trainer raise, the processes are forked again, and new ones have nothing to reset: the run is
+    # right in the end, at the price of a second failure that the undamaged product does not have.
+    second = [failure for failure in ended.events("failure_detected") if failure["kind"] == "worker_exited"]
+    assert found is not None or second
     assert ended.code != 0 or found != "no result"

@@ -140,7 +140,7 @@ def test_a_second_configuration_of_the_same_nodes_needs_no_data() -> None:
             assert [said.nbytes for said in node.seen(commands.ReplicaSealed) if said.generation == 1] == [0]
 
 
-def test_a_bit_flipped_on_the_wire_is_dropped_and_sent_again() -> None:
+def test_f4_a_bit_flipped_on_the_wire_is_dropped_and_sent_again() -> None:
     flipped = []
 
     def flip_once(number: int, offset: int, data: bytearray) -> None:

@@ -54,7 +54,7 @@ def test_wait_for_takes_the_message_of_its_generation(agent_and_session: Pair) -
         session.wait_for(Finish, 0, 0.0)
 
 
-def test_a_newer_fence_ends_a_wait_at_once_and_drops_older_messages(agent_and_session: Pair) -> None:
+def test_f15_a_newer_fence_ends_a_wait_at_once_and_drops_older_messages(agent_and_session: Pair) -> None:
     agent, session = agent_and_session
     agent.send(Rendezvous(generation=0, host="old", port=1))
     threading.Timer(0.05, agent.send, (fence(1),)).start()
@@ -112,7 +112,7 @@ def test_entering_a_superseded_generation_is_refused(agent_and_session: Pair) ->
         session.enter_generation(1)
 
 
-def test_the_store_host_is_asked_once_and_answers(agent_and_session: Pair) -> None:
+def test_f17_the_store_host_is_asked_once_a_generation_and_answers(agent_and_session: Pair) -> None:
     agent, session = agent_and_session
     agent.send(HostStore(generation=0, rank=0))
     session.set_store_host(lambda generation: ("h", 1000 + generation))

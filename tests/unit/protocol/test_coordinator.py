@@ -154,7 +154,7 @@ def test_the_coordinator_forgives_time_in_which_it_did_not_run() -> None:
     assert transcript.coordinator.state is State.FENCING
 
 
-def test_a_spare_that_is_not_warm_is_waited_for() -> None:
+def test_f18_a_spare_that_is_not_warm_is_waited_for() -> None:
     transcript = Transcript()
     transcript.run("config nodes=2 dp=2")
     transcript.run("start")
@@ -183,7 +183,7 @@ def test_newcomers_get_the_facts_of_the_first_holder_and_must_have_the_same_shar
     assert "has another shard" in effects[-1].reason
 
 
-def test_restarts_without_progress_are_bounded() -> None:
+def test_f5_restarts_without_progress_are_bounded() -> None:
     transcript = in_state(State.RUNNING)
     lines: list[str] = []
     for round_number in range(1, 10):

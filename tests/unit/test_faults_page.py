@@ -1,0 +1,20 @@
+"""Every situation of docs/faults.md is shown by tests of its number, or listed here as open."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Not shown by a test of their number yet.
+OPEN = {1, 3, 6, 7, 9, 14, 16, 19, 20}
+
+
+def test_every_situation_has_tests_of_its_number() -> None:
+    rows = {int(number) for number in re.findall(r"^\| F(\d+) \|", (ROOT / "docs" / "faults.md").read_text(), re.M)}
+    named: set[int] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for name in re.findall(r"^(?:async )?def test_((?:f\d+_)+)", path.read_text(encoding="utf-8"), re.M):
+            named |= {int(number) for number in re.findall(r"f(\d+)_", name)}
+    assert rows - named <= OPEN
+    assert named <= rows
