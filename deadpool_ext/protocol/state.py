@@ -107,7 +107,8 @@ class Job:
     @property
     def limits(self) -> Limits:
         """When transients on one node are too many."""
-        return Limits(transients=self.config.transient_limit, window_s=self.config.transient_window_s)
+        asked = self.config.job.policy.get("transient_limit", self.config.transient_limit)
+        return Limits(transients=int(asked), window_s=self.config.transient_window_s)
 
     def seating(self) -> Seating:
         """What a fault needs to know of who sits where."""

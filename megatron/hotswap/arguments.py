@@ -68,6 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "takes over. Default: none (memory, disk and, where the driver tells, GPUs are checked anyway).",
     )
     group.add_argument(
+        "--deadpool-transient-limit",
+        type=int,
+        metavar="N",
+        default=3,
+        help="The N-th death of a worker on one node within ten minutes counts against the node: a spare takes over, if "
+        "there is one. Exceptions of the training script do not count. Default: 3.",
+    )
+    group.add_argument(
         "--deadpool-check-params-every",
         type=int,
         metavar="N",
@@ -87,7 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 #: Arguments that the coordinator and the agents go by, and their names there.
-POLICY = {"deadpool_health_check": "health_check", "deadpool_on_mismatch": "on_mismatch"}
+POLICY = {
+    "deadpool_health_check": "health_check",
+    "deadpool_transient_limit": "transient_limit",
+    "deadpool_on_mismatch": "on_mismatch",
+}
 
 
 def policy(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,6 +136,8 @@ def provide(extra: ExtraArguments | None = None) -> ExtraArguments:
                 defaults.check(parsed)
             if parsed.deadpool_check_params_every < 0:
                 raise UsageError("--deadpool-check-params-every must be 0 (never) or a number of iterations")
+            if parsed.deadpool_transient_limit < 1:
+                raise UsageError("--deadpool-transient-limit must be at least 1 (1: the first death replaces the node)")
             if parsed.deadpool:
                 refusals.check(parsed)
             return parsed

@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[list[str], int, int, str]] = {
     "one replica": (command(), 2, 2, "a data-parallel size of 1 is not supported with --deadpool yet"),
     "one node": (command(), 1, 8, "seats 0, 1, 2, 3, 4, 5, 6, 7 have no data-parallel peer"),
     "peers on one node": (command(), 2, 4, "2 ranks per node on 4 nodes would do"),
+    "transient limit": (command(deadpool_transient_limit=0), 4, 2, "--deadpool-transient-limit must be at least 1"),
     "other script": (command(sft=True, deadpool=False), 4, 2, "--sft is not for this script"),
 }
 

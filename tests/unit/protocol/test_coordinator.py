@@ -183,6 +183,15 @@ def test_newcomers_get_the_facts_of_the_first_holder_and_must_have_the_same_shar
     assert "has another shard" in effects[-1].reason
 
 
+def test_the_script_says_how_many_deaths_are_too_many() -> None:
+    transcript = Transcript()
+    transcript.run("config nodes=3 spares=1 dp=3 transient_limit=1")
+    transcript.run("start")
+    lines = transcript.run("n1 WorkerExited rank=1 status=-9")
+    assert "1 worker deaths within 600 s" in " ".join(lines)
+    assert any(line.startswith("-> n3 Assign g1 seats=[1]") for line in lines)
+
+
 def test_f5_restarts_without_progress_are_bounded() -> None:
     transcript = in_state(State.RUNNING)
     lines: list[str] = []

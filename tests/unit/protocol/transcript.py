@@ -114,7 +114,9 @@ class Transcript:
             pipeline_parallel=int(given.get("pp", "1")),
         )
         faults = [value for key, value in given.items() if key.startswith("fault")]
-        policy = {"on_mismatch": given["on_mismatch"]} if "on_mismatch" in given else {}
+        policy: dict[str, object] = {"on_mismatch": given["on_mismatch"]} if "on_mismatch" in given else {}
+        if "transient_limit" in given:
+            policy["transient_limit"] = int(given["transient_limit"])
         job = m.JobSpec(
             job_id="job",
             argv=("train.py",),
