@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         default=3,
-        help="The N-th death of a worker on one node within ten minutes counts against the node: a spare takes over, if "
-        "there is one. Exceptions of the training script do not count. Default: 3.",
+        help="The N-th death of a worker on one node within ten minutes counts against the node: a spare takes over, "
+        "if there is one. Exceptions of the training script do not count. Default: 3.",
     )
     group.add_argument(
         "--deadpool-check-params-every",
