@@ -9,8 +9,11 @@ the script's own exception        transient once (memory, I/O, a bit that flippe
 out of memory                     the same
 sticky device error               transient: a new process has a new context; again in the same iteration on the same
                                   node: the node is replaced; again on another node: the script's error
+hang                              transient: the worker is killed and forked again on its node; the same rank in the
+                                  same iteration again on the same node, or every process of the node stopped: the
+                                  node is replaced, if a spare is there
 several transients on one node    permanent: ``transient_limit`` of them within ``transient_window_s`` (exceptions of
-                                  the script not counted), if a spare is there
+                                  the script not counted; ranks that hang together are one), if a spare is there
 ================================  =================================================================================
 """
 
@@ -45,6 +48,19 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """Ranks of one node stand still and hold the others up. ``iterations``: of ``ranks``. ``stopped``: every process
+    of the node is."""
+
+    node: NodeId
+    ranks: tuple[Rank, ...]
+    iterations: tuple[int, ...]
+    generation: int
+    stopped: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """The conclusion, in words for people (``reason``) and in words to look for (``evidence``)."""
 
@@ -73,6 +89,7 @@ class History:
 
     errors: dict[tuple[str, int | None], list[_Sighting]] = field(default_factory=dict)
     transients: dict[NodeId, list[float]] = field(default_factory=dict)
+    hangs: dict[tuple[Rank, int], list[_Sighting]] = field(default_factory=dict)  # by rank and iteration
 
     def judge(self, death: Death, now: float, limits: Limits, *, spare: bool, fencing: bool) -> Verdict:
         """Conclude, and remember. ``spare``: one is there to take over. ``fencing``: survivors still unwind, so that
@@ -109,6 +126,25 @@ class History:
                 death, f"{seat} was killed by the kernel: the node ran out of memory", "oom-kill", now, limits, spare
             )
         return self._restart(death, f"{seat} ended ({how})", "process exit", now, limits, spare)
+
+    def judge_hang(self, hang: Hang, now: float, limits: Limits, *, spare: bool) -> Verdict:
+        """The same for ranks that do not die but stand still."""
+        again = False
+        for key in zip(hang.ranks, hang.iterations, strict=True):
+            before = self.hangs.setdefault(key, [])
+            again |= any(seen.node == hang.node and seen.generation < hang.generation for seen in before)
+            before.append(_Sighting(hang.generation, hang.node))
+        many = self.note_transient(hang.node, now, limits)
+        if not spare or not (hang.stopped or again or many):
+            evidence = "every process of the node is stopped, no spare" if hang.stopped else "standstill"
+            return Verdict(conclusion=Conclusion.RESTART, reason=hang.reason, evidence=evidence)
+        if hang.stopped:
+            evidence = "every process of the node is stopped"
+        elif again:
+            evidence = "the same rank hangs in the same iteration after a restart"
+        else:
+            evidence = f"{limits.transients} transients within {limits.window_s:g} s on the node"
+        return Verdict(conclusion=Conclusion.REPLACE, reason=hang.reason, evidence=evidence)
 
     def note_transient(self, node: NodeId, now: float, limits: Limits) -> bool:
         """Count a transient on ``node``; True if there were too many lately."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deadpool_ext.protocol import checking, ending, failing, forming, integrity, restoring
+from deadpool_ext.protocol import checking, ending, failing, forming, hanging, integrity, restoring
 from deadpool_ext.protocol import messages as m
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import (
@@ -130,8 +130,7 @@ class Coordinator:
         """Monotonic seconds at which a Tick is needed at the latest (ticks may come earlier); None when stopped."""
         if self.job.state is State.STOPPED:
             return None
-        timeout = self.job.config.deadlines.node_timeout_s
-        silences = [member.last_heard + timeout for member in self.job.members.members.values()]
+        silences = self.job.members.silences(self.job.config.deadlines)
         return min([at for at in (self.job.timers.earliest, *silences) if at is not None], default=None)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -173,6 +172,7 @@ class Coordinator:
         if gap > self.job.config.deadlines.node_timeout_s / 2:
             self.job.members.shift(gap)
             self.job.timers.shift(gap)
+            self.job.vitals.shift(gap)
             self.job.log("warning", reason=f"the coordinator did not run for {gap:.1f} s; deadlines are moved")
         self._last = max(self._last, now)
 
@@ -184,9 +184,13 @@ class Coordinator:
         member = job.members.members.get(node)
         if member is None:  # lost or given up: whatever it still says has no effect (INV-4)
             return
-        member.last_heard = now
+        member.heard(now, job.config.deadlines)
         match message:
             case m.Heartbeat():
+                hanging.on_heartbeat(job, node, message, now)
+                return
+            case m.Inspected():
+                hanging.on_inspected(job, node, message)
                 return
             case m.Emit():
                 job.out.append(
@@ -309,10 +313,10 @@ class Coordinator:
 
     def _tick(self, now: float) -> None:
         job = self.job
-        timeout = job.config.deadlines.node_timeout_s
-        silent = job.members.silent(now, timeout)
+        silent = job.members.silent(now, job.config.deadlines)
         if silent:
-            failing.lose(job, silent, f"no sign of life for {timeout:g} s", now, evidence="silence")
+            timeout = min(silent.values())
+            failing.lose(job, list(silent), f"no sign of life for {timeout:g} s", now, evidence="silence")
         while (name := job.timers.pop_due(now)) is not None:
             kind, _, subject = name.partition(":")
             if kind == "fault":
@@ -323,3 +327,4 @@ class Coordinator:
                 forming.on_grace_starting(job, subject, now)
             else:
                 DEADLINES[kind](job, subject, now)
+        hanging.look(job, now)

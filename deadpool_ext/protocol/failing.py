@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deadpool_ext.protocol import checking as health
-from deadpool_ext.protocol import ending, forming
+from deadpool_ext.protocol import ending, forming, hanging
 from deadpool_ext.protocol.classify import Conclusion, Death
 from deadpool_ext.protocol.effects import Disconnect
 from deadpool_ext.protocol.messages import CollectiveFailed, Fence, FetchFailed, Shutdown, WorkerExited
@@ -77,6 +77,7 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
     }
     job.timers.keep_only(("fault", "group"))
     job.suspicion, job.script_error = None, ""
+    job.committed.clear()
     if not any(failure.blameless for failure in failures):
         job.fruitless += 1
         if job.fruitless > job.config.fruitless_limit:
@@ -242,6 +243,8 @@ def conclude_connection(job: Job, now: float) -> None:
     if job.suspicion is None or job.timers.running("grace") or job.state not in (State.RUNNING, State.RESUMING):
         return
     since, what = job.suspicion
+    if hanging.blame(job, what, now):
+        return
     unhurt = f"all {len(job.members.active)} nodes are well and no process ended"
     begin_recovery(
         job,

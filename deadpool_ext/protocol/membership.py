@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
 
+from deadpool_ext.protocol.deadlines import Deadlines
 from deadpool_ext.protocol.layout import node_key
 from deadpool_ext.protocol.messages import Hello, NodeAddress
 from deadpool_ext.protocol.types import Layout, NodeId, Rank, invariant
+
+GAP_FACTOR: Final = 3.0  # a silence that a node outlived may come back, and somewhat longer
+GAP_MEMORY_S: Final = 600.0  # then it is forgotten
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +26,22 @@ class Member:
     ready: bool = False  # its workers are warm
     assigned: bool = False  # it was told to seat workers, so it has something to fence
     unfit: str = ""  # what its health checks found that a node should not train with
+    gaps: deque[tuple[float, float]] = field(default_factory=deque)  # (when it ended, seconds) of long silences
+
+    def heard(self, now: float, deadlines: Deadlines) -> None:
+        """A message came. A silence before it that was long enough to matter is remembered for a while."""
+        gap = now - self.last_heard
+        if GAP_FACTOR * gap > deadlines.node_timeout_s:
+            self.gaps.append((now, gap))
+        while self.gaps and self.gaps[0][0] < now - GAP_MEMORY_S:
+            self.gaps.popleft()
+        self.last_heard = now
+
+    def timeout_s(self, deadlines: Deadlines) -> float:
+        """Silence after which this node is lost: ``node_timeout_s``, more (at most ``node_timeout_max_s``) if it was
+        silent for long and came back lately."""
+        longest = max((gap for _, gap in self.gaps), default=0.0)
+        return max(deadlines.node_timeout_s, min(GAP_FACTOR * longest, deadlines.node_timeout_max_s))
 
 
 class Membership:
@@ -91,9 +113,14 @@ class Membership:
         """Replicators of the active nodes, in order of their first seat."""
         return tuple(self.members[node].address for node in self.active)
 
-    def silent(self, now: float, timeout_s: float) -> list[NodeId]:
-        """Members not heard of for ``timeout_s``."""
-        return [name for name in self.in_order() if now - self.members[name].last_heard >= timeout_s]
+    def silent(self, now: float, deadlines: Deadlines) -> dict[NodeId, float]:
+        """Members not heard of for too long, and for each how long is too long."""
+        timeouts = {name: self.members[name].timeout_s(deadlines) for name in self.in_order()}
+        return {name: limit for name, limit in timeouts.items() if now - self.members[name].last_heard >= limit}
+
+    def silences(self, deadlines: Deadlines) -> list[float]:
+        """When each member's silence will have been too long."""
+        return [member.last_heard + member.timeout_s(deadlines) for member in self.members.values()]
 
     def shift(self, seconds: float) -> None:
         """Forgive everybody ``seconds`` of silence: nobody was listening."""

@@ -13,7 +13,7 @@ from deadpool_ext.protocol.types import NodeId, Rank
 class Failure:
     """One thing that went wrong, and what was concluded. ``permanent``: the node is given up."""
 
-    kind: str  # node_lost | worker_exited | collective_failed | copy_failed | deadline
+    kind: str  # node_lost | worker_exited | hang | collective_failed | copy_failed | parameters_differ | deadline
     reason: str
     permanent: bool
     evidence: str

@@ -279,6 +279,7 @@ def on_step(job: Job, message: StepDone, now: float) -> None:
     line = job.ledger.add(message.record, message.generation)
     if line is None:
         return
+    job.vitals.pace.note_step()
     job.out.append(WriteStep(record=line))
     shown = ("iteration", "lm_loss", "grad_norm", "step_seconds", "exposed_stall_seconds")
     job.log("step", rank=message.rank, of=line["generation"], **{key: line[key] for key in shown if key in line})
@@ -326,6 +327,7 @@ def on_committed(job: Job, node: NodeId, message: Committed, now: float) -> None
     """A node saw a version committed: after a recovery, its target's commit means that copies are complete again."""
     if job.timers.running("stall"):
         job.timers.start("stall", now + job.config.deadlines.stall_s)
+    job.committed[node] = message.version.v
     recovery = job.recovery
     if recovery is None or recovery.redundant or recovery.plan is None:
         return

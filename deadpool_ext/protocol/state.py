@@ -20,6 +20,7 @@ from deadpool_ext.protocol.ring import ReplicaMap
 from deadpool_ext.protocol.strikes import Seating, Strikes
 from deadpool_ext.protocol.timers import Timers
 from deadpool_ext.protocol.types import NodeId, Rank, ShardSpec
+from deadpool_ext.protocol.vitals import Vitals
 
 
 class State(enum.StrEnum):
@@ -61,6 +62,8 @@ class Job:
     bad_copies: set[BadCopy] = field(default_factory=set)
     history: History = field(default_factory=History)
     health: HealthBook = field(default_factory=HealthBook)
+    vitals: Vitals = field(default_factory=Vitals)
+    committed: dict[NodeId, int] = field(default_factory=dict)  # newest version that a node saw committed
     fruitless: int = 0  # generations without a new step since the last one that made some
     failures: list[dict[str, Any]] = field(default_factory=list)
     recoveries: int = 0
@@ -84,6 +87,7 @@ class Job:
             self.seated_in[rank] = self.generation
             self.exited.discard(rank)
             self.seats.finished.pop(rank, None)
+            self.vitals.forget(rank)
         member = self.members.members[node]
         if not member.ready:
             self.timers.start(f"warm:{node}", now + self.config.deadlines.spare_wait_s)
@@ -155,8 +159,10 @@ class Job:
                     "role": "active" if node in self.members.seat_nodes else "spare",
                     "ready": self.members.members[node].ready,
                     "seats": list(self.members.seats_of(node)),
+                    **self.vitals.shown_nodes.get(node, {}),
                 }
                 for node in self.members.in_order()
             },
             "lost": dict(self.members.gone),
+            "ranks": self.vitals.shown_ranks,
         }

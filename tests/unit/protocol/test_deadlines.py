@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import graphlib
+
 import pytest
 
 from deadpool_ext.protocol.config import CoordinatorConfig
-from deadpool_ext.protocol.deadlines import Deadlines
+from deadpool_ext.protocol.deadlines import ORDERED, Deadlines
 from deadpool_ext.protocol.layout import plain_layout
 from deadpool_ext.protocol.messages import JobSpec
 from deadpool_ext.protocol.timers import Timers
@@ -20,13 +22,12 @@ def test_defaults_are_consistent_and_survive_the_wire() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fence_s": 5.0}, "node_timeout_s=10 and fence_s=5"),
-        ({"heartbeat_s": 4.0}, "heartbeat_s=4 and node_timeout_s=10"),
-        ({"collective_grace_s": 11.0}, "collective_grace_s=11 and node_timeout_s=10"),
-        ({"construct_s": 700.0}, "construct_s=700 and setup_s=600"),
-        ({"redundancy_s": 900.0}, "redundancy_s=900 and gate_s=600"),
-        ({"rebuild_s": 0.0}, "rebuild_s=0 must be a positive number"),
+        ({"heartbeat_s": 4.0}, "heartbeat_s=4 and node_timeout_s=10: node_timeout_s must be at least 3 times heartbeat_s"),
+        ({"hang_s": 700.0}, "hang_s=700 and hang_max_s=600"),
+        ({"slow_s": 60.0}, "slow_s=60 and hang_s=60"),
+        ({"rebuild_s": 0.0}, "rebuild_s=0 must be a positive number of seconds"),
         ({"rebuild_s": float("nan")}, "rebuild_s=nan must be a positive number"),
+        ({"hang_factor": 0.5}, "hang_factor=0.5 must be at least 1"),
         ({"fense_s": 3.0}, "unknown deadline 'fense_s'; known: "),
     ],
 )
@@ -34,6 +35,24 @@ def test_contradictions_are_named(options: dict[str, float], words: str) -> None
     with pytest.raises(UsageError) as caught:
         Deadlines.from_options(options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("shorter", "longer", "why"), ORDERED, ids=lambda text: text.replace(" ", "_")[:20])
+def test_f16_every_pair_of_timeouts_that_contradict_each_other_is_refused_by_name(
+    shorter: str, longer: str, why: str
+) -> None:
+    """All others are as they should be: this pair alone is the wrong way round."""
+    after: dict[str, set[str]] = {name: set() for name in Deadlines().to_options()}
+    for low, high, _ in ORDERED:
+        if (low, high) != (shorter, longer):
+            after[high].add(low)
+    after[shorter].add(longer)
+    options = {name: 4.0**place for place, name in enumerate(graphlib.TopologicalSorter(after).static_order())}
+    with pytest.raises(UsageError) as caught:
+        Deadlines.from_options(options)
+    text = str(caught.value)
+    assert f"{shorter}={options[shorter]:g} and {longer}={options[longer]:g}" in text
+    assert text.endswith(why) and "\n" not in text
 
 
 def test_config_is_checked() -> None:

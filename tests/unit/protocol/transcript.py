@@ -9,6 +9,10 @@ A file is a sequence of blocks: commands, a line ``----``, the expected effects,
     operator MESSAGE [key=value ...]
     lost NODE REASON...                                            its connection ended
     tick                                                           heartbeats of all members, then a Tick
+    until SECONDS                                                  a tick every half second up to then
+    vital RANK place=PLACE iteration=I moves=M [process=T] [issued=GROUP:N,...] [waits=OPERATION/GROUP/N/MEMBERS;...]
+                                                                   what heartbeats say of a rank from now on; N 0: point
+                                                                   to point, and MEMBERS is the peer
     silence NODE                                                   its heartbeats stop
 
 Versions are written V.LINEAGE, slots RANK@V.LINEAGE, worker states RANK:V.LINEAGE, RANK:dirty or RANK:none.
@@ -69,6 +73,30 @@ def workers(text: str) -> tuple[WorkerState, ...]:
     return tuple(states)
 
 
+def vital(rank: int, generation: int, given: dict[str, str]) -> m.Vital:
+    waits = []
+    for text in filter(None, given.get("waits", "").split(";")):
+        operation, group, number, ranks = text.split("/")
+        members = tuple(int(member) for member in ranks.split(","))
+        peers = tuple(member for member in members if member != rank)
+        waits.append(
+            m.Wait(group=group, ranks=members, operation=operation, number=int(number), peers=peers, seconds=1.0)
+        )
+    counts = (item.split(":") for item in given.get("issued", "").split(",") if item)
+    return m.Vital(
+        rank=rank,
+        generation=generation,
+        iteration=int(given.get("iteration", "1")),
+        place=given.get("place", "forward"),
+        place_s=0.0,
+        moves=int(given.get("moves", "1")),
+        process=given.get("process", "S"),
+        waits=tuple(waits),
+        issued={group: int(count) for group, count in counts},
+        busy_s=float(given.get("busy", "0")),
+    )
+
+
 class Transcript:
     """Runs commands against one coordinator."""
 
@@ -77,6 +105,7 @@ class Transcript:
         self.coordinator: Coordinator
         self.config: CoordinatorConfig
         self.silent: set[str] = set()
+        self.vitals: dict[int, dict[str, str]] = {}
 
     def run(self, command: str) -> list[str]:
         """Effects of one command as lines."""
@@ -99,8 +128,15 @@ class Transcript:
                 lines: list[str] = []
                 for node in list(self.coordinator.job.members.members):
                     if node not in self.silent:
-                        lines += self._handle(FromNode(node=node, message=m.Heartbeat(node=node)))
+                        heartbeat = m.Heartbeat(node=node, vitals=self._vitals_of(node))
+                        lines += self._handle(FromNode(node=node, message=heartbeat))
                 return lines + self._handle(Tick())
+            case "until":
+                return self._until(float(words[1]))
+            case "vital":
+                rank = int(words[1])
+                self.vitals[rank] = self.vitals.get(rank, {}) | dict(word.split("=", 1) for word in words[2:])
+                return []
             case "operator":
                 return self._handle(FromOperator(message=self._message("", words[1], words[2:])))
             case node:
@@ -129,6 +165,25 @@ class Transcript:
         self.config = CoordinatorConfig(job=job, nodes=int(given["nodes"]), spares=int(given.get("spares", "0")))
         self.coordinator = Coordinator(self.config)
         return [f"replicas {self.coordinator.job.replica_map}"]
+
+    def _until(self, end: float) -> list[str]:
+        """Each tick that has effects, under its time."""
+        lines: list[str] = []
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            effects = self.run("tick")
+            lines += [f"[{self.now:g} s]", *effects] if effects else []
+        return lines
+
+    def _vitals_of(self, node: str) -> tuple[m.Vital, ...]:
+        job = self.coordinator.job
+        if node not in job.members.seat_nodes:
+            return ()
+        return tuple(
+            vital(rank, job.generation, self.vitals[rank])
+            for rank in job.members.seats_of(node)
+            if rank in self.vitals
+        )
 
     def _start(self) -> None:
         for index in range(self.config.nodes + self.config.spares):
@@ -211,6 +266,10 @@ class Transcript:
                 finding = m.Finding(check="device", ok=not bad, fatal=given.get("fatal") != "no", detail=bad)
                 number = int(given.get("number", "0"))
                 return m.HealthReport(node=node, number=number, findings=(finding,), seconds=0.01)
+            case "Inspected":
+                stack = tuple(frame.replace("_", " ") for frame in given.get("stack", "").split("|") if frame)
+                problem = given.get("problem", "").replace("_", " ")
+                return m.Inspected(node=node, rank=rank, number=int(given["number"]), stack=stack, problem=problem)
             case "FaultReached":
                 return m.FaultReached(fault_id=int(given["id"]), node=node, rank=rank)
             case "OperatorHello":
