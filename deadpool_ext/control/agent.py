@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from deadpool_ext.control import processes
 from deadpool_ext.control.agent_events import (
+    AddReplicatorFault,
     AnnounceArena,
     CarryOut,
     ConfigureReplicator,
@@ -379,6 +380,8 @@ class Agent:
                 self._spawn(self._report_health(effect.number))
             case CarryOut():
                 await self._carry_out_fault(effect)
+            case AddReplicatorFault():
+                self._replicator.add_fault(effect.fault)
             case ReleaseReplicator():
                 self._replicator.release_fault(effect.fault_id)
             case Leave():

@@ -223,6 +223,13 @@ class CarryOut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AddReplicatorFault:
+    """The replicator's streams watch for one more fault."""
+
+    fault: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseReplicator:
     """The replicator's stream that stands at this fault goes on."""
 
@@ -253,6 +260,7 @@ Effect = (
     | SendFenceAck
     | RunHealthChecks
     | CarryOut
+    | AddReplicatorFault
     | ReleaseReplicator
     | Leave
 )

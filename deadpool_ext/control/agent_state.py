@@ -7,9 +7,11 @@ has unwound and the replicator is frozen. Messages of generations that are over 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, Final
 
 from deadpool_ext.control.agent_events import (
+    AddReplicatorFault,
     AnnounceArena,
     CarryOut,
     ConfigureReplicator,
@@ -44,6 +46,7 @@ from deadpool_ext.control.agent_replicator import ReplicatorRecord
 from deadpool_ext.control.agent_workers import OpenSeat, WorkerRecord
 from deadpool_ext.protocol.fault_kinds import FAULT_KINDS, Hand
 from deadpool_ext.protocol.messages import (
+    AddFault,
     Assign,
     CheckHealth,
     Committed,
@@ -159,12 +162,21 @@ class AgentState:
                 return [RunHealthChecks(number=message.number)]
             case Strike():
                 return self._strike(message)
+            case AddFault():
+                return self._add_fault(message)
             case FaultOver():
                 over = [ToWorker(token=worker.token, message=message) for worker in self._seated()]
                 return [*over, ReleaseReplicator(fault_id=message.fault_id)]
             case Rendezvous() | Finish():
                 return self._to_seats(message) if message.generation == self.generation else []
         return [self._warning(f"a message the agent does not know: {type(message).__name__}")]
+
+    def _add_fault(self, message: AddFault) -> list[Effect]:
+        """Remembered for workers to come, and told to those that are here."""
+        if self.job is not None:
+            self.job = replace(self.job, faults=(*self.job.faults, message.fault))
+        told = [ToWorker(token=worker.token, message=message) for worker in self._seated()]
+        return [*told, AddReplicatorFault(fault=message.fault)]
 
     def _strike(self, strike: Strike) -> list[Effect]:
         """A fault: ranks that do it themselves are told, all of them where none is named; the rest is done here."""

@@ -160,6 +160,7 @@ def _run_first(options: NodeOptions, agent: AgentConfig, deadlines: Deadlines, p
         spares=options.spares,
         deadlines=deadlines,
         checkpoint=preflight.checkpoint,
+        train_iters=preflight.train_iters,
     )
     start = CoordinatorStart(config=config, run_dir=run_dir, listener=listener, secret=agent.secret)
     coordinator = fork_child(partial(run_coordinator, start), logs / "coordinator.log")

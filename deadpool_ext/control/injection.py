@@ -23,6 +23,8 @@ from deadpool_ext.protocol.messages import FaultReached, Strike, Struck
 FAULT_WAIT_S: Final = 60.0
 EXIT_INJECTED: Final = 17
 _POLL_S: Final = 0.5
+#: Done by the main thread at the next place that it passes, where they come without a place of their own.
+_MAIN_THREADS: Final = frozenset({"raise-rank", "stuck-rank", "corrupt-param", "corrupt-main"})
 
 
 class InjectedError(RuntimeError):
@@ -77,7 +79,8 @@ class Injection:
         self._actions[kind] = action
 
     def add(self, fault: FaultSpec) -> None:
-        """One more fault, while the job runs."""
+        """One more fault, while the job runs. Its place may be one where nobody looked for faults before: whoever
+        puts fault points there has to ask for :attr:`phases` again."""
         self._faults[fault.id] = fault
 
     def notify(self) -> None:
@@ -128,7 +131,7 @@ class Injection:
                 stand.told = strike
                 self._changed.notify_all()
                 return
-        if strike.fault["kind"] in ("raise-rank", "stuck-rank"):
+        if strike.fault["kind"] in _MAIN_THREADS:
             self._pending.append(strike)
         else:
             self._carry_out(strike)

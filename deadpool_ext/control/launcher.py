@@ -221,6 +221,7 @@ def _run_protected(plan: Plan, preflight: Preflight, printer: ProgressPrinter) -
         spares=options.spares,
         deadlines=plan.deadlines,
         checkpoint=preflight.checkpoint,
+        train_iters=preflight.train_iters,
     )
     start = CoordinatorStart(config=config, run_dir=plan.run_dir, listener=listener, secret=secret)
     coordinator = fork_child(partial(run_coordinator, start), logs / "coordinator.log")

@@ -195,6 +195,10 @@ class ReplicatorLink:
             )
         )
 
+    def add_fault(self, fault: dict[str, Any]) -> None:
+        """Its streams watch for one more fault; a successor learns of it when it is configured."""
+        self._send(commands.AddFault(fault=fault))
+
     def release_fault(self, fault_id: int) -> None:
         """A stream that stands at this fault goes on."""
         self._send(commands.FaultOver(fault_id=fault_id))

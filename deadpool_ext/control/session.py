@@ -32,7 +32,9 @@ from deadpool_ext.control.session_errors import SessionLostError as SessionLostE
 from deadpool_ext.control.session_errors import SupersededError as SupersededError
 from deadpool_ext.control.session_errors import WaitTimeoutError as WaitTimeoutError
 from deadpool_ext.control.wire import BlockingConnection, ConnectionLostError, WireError
+from deadpool_ext.protocol.faults import FaultSpec
 from deadpool_ext.protocol.messages import (
+    AddFault,
     CollectiveFailed,
     Emit,
     FaultOver,
@@ -276,6 +278,8 @@ class WorkerSession:
             self._on_host_store(message)
         elif isinstance(message, Strike):
             self.injection.strike(message)
+        elif isinstance(message, AddFault):
+            self.injection.add(FaultSpec.from_dict(message.fault))
         elif isinstance(message, FaultOver):
             self.injection.over(message.fault_id)
         else:

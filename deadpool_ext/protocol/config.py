@@ -28,6 +28,7 @@ class CoordinatorConfig:
     transient_window_s: float = 600.0
     fruitless_limit: int = 4  # generations in a row without a new step, node losses not counted; then exit 4
     checkpoint: str = ""
+    train_iters: int | None = None  # the last iteration, where known
 
     def __post_init__(self) -> None:
         layout = self.job.layout

@@ -103,12 +103,8 @@ class Deadlines:
     rebuild_s: float = _limit(
         60.0, "the meeting point is announced", "recovery starts over if a rank's groups are not connected"
     )
-    restore_s: float = _limit(
-        120.0, "the last rank is connected", "recovery starts over if a rank's state is not back"
-    )
-    redundancy_s: float = _limit(
-        300.0, "training resumes", "another recovery, if all copies are not complete again"
-    )
+    restore_s: float = _limit(120.0, "the last rank is connected", "recovery starts over if a rank's state is not back")
+    redundancy_s: float = _limit(300.0, "training resumes", "another recovery, if all copies are not complete again")
     stall_s: float = _limit(
         1800.0, "the last finished step or committed version", "everybody goes back to the last version"
     )

@@ -21,6 +21,9 @@ def stop(job: Job, code: int, reason: str, seats: tuple[Rank, ...] = ()) -> None
     job.state = State.STOPPED
     job.timers.keep_only(())
     iterations = max(job.ledger.highest, 0)
+    missed = [fault.text for fault in job.strikes.missed]
+    if missed:
+        job.log("warning", kind="faults_missed", faults=missed, reason=f"never happened: {', '.join(missed)}")
     job.log("job_end", code=code, reason=reason, iterations=iterations, generations=job.generation + 1)
     job.out.append(
         WriteFinal(
@@ -33,6 +36,7 @@ def stop(job: Job, code: int, reason: str, seats: tuple[Rank, ...] = ()) -> None
                 "failures": job.failures,
                 "recoveries": job.recoveries,
                 "replayed_steps": job.replayed_steps,
+                "faults_missed": missed,
                 "seats": job.seats.to_list(job.members.seat_nodes),
             }
         )

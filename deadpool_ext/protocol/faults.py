@@ -53,6 +53,19 @@ class FaultSpec:
         return self.step is None
 
     @property
+    def text(self) -> str:
+        """As it may be given on the command line; what is the kind's default is left out."""
+        values: dict[str, object] = {name: getattr(self, name) for name in ("node", "rank", "step", "phase")}
+        if self.after_s:
+            values["after"] = f"{self.after_s:g}"
+        if self.seconds != self.about.seconds:
+            values["seconds"] = f"{self.seconds:g}"
+        if self.times != 1:
+            values["times"] = self.times
+        pairs = ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return f"{self.kind}:{pairs}" if pairs else self.kind
+
+    @property
     def about(self) -> FaultKind:
         """What kind of fault it is."""
         return FAULT_KINDS[self.kind]

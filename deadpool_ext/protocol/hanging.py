@@ -162,9 +162,7 @@ def _say_over(job: Job, rank: Rank | None, node: NodeId | None, who: str, place:
     go = "go on" if rank is None and place == KNOT else "goes on"
     where = f" in {place}" if rank is not None else ""
     reason = f"{who} {go} again after {seconds:.1f} s{where}"
-    job.log(
-        "warning", node=node, rank=rank, kind="slow_over", reason=reason, place=place, seconds=round(seconds, 1)
-    )
+    job.log("warning", node=node, rank=rank, kind="slow_over", reason=reason, place=place, seconds=round(seconds, 1))
 
 
 def _subject(standstill: Standstill) -> Subject:

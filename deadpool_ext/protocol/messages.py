@@ -502,6 +502,13 @@ class Struck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AddFault:
+    """Coordinator -> agent -> workers: one more fault of the job, given while it runs."""
+
+    fault: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOver:
     """Coordinator -> agent -> workers: whoever stands at this fault goes on, if he still can."""
 

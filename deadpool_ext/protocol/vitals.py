@@ -140,4 +140,3 @@ class Vitals:
                 )
             )
         return seats
-

@@ -69,6 +69,13 @@ class DropConnections:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AddFault:
+    """Fault injection: streams of this generation watch for one more fault (a parsed spec)."""
+
+    fault: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOver:
     """Fault injection: a stream that stands at this fault goes on."""
 
@@ -177,7 +184,7 @@ class Problem:
     peer: str | None = None
 
 
-Command = Configure | Freeze | Fetch | DropConnections | FaultOver | Stop
+Command = Configure | Freeze | Fetch | DropConnections | AddFault | FaultOver | Stop
 Reply = (
     Configured | Frozen | FetchDone | FetchFailed | CommittedSeen | ReplicaSealed | Hosted | FaultPointReached | Problem
 )
@@ -192,7 +199,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Configure, Freeze, Fetch, DropConnections, FaultOver, Stop),
+        *(Configure, Freeze, Fetch, DropConnections, AddFault, FaultOver, Stop),
         *(Configured, Frozen, FetchDone, FetchFailed, CommittedSeen),
         *(ReplicaSealed, Hosted, FaultPointReached, Problem),
     )

@@ -88,6 +88,7 @@ class Generation:
         self.node = node
         self.secret = secret
         self.fired_faults = fired_faults
+        self.faults = list(configure.faults)
         self.say = say
         self._crashed = crashed
         self.peers = tuple(member for member in configure.members if member.node != node)

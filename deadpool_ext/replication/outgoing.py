@@ -114,7 +114,7 @@ async def _send(generation: Generation, channel: Channel, rank: int, target: str
 
 async def _fault_point(generation: Generation, rank: int, version: Version) -> None:
     """If a fault is armed here, say so once and stand still until it was carried out, maybe on this process."""
-    for fault in generation.configure.faults:
+    for fault in tuple(generation.faults):
         if fault.get("phase") != "h2h" or fault.get("step") != version.v or fault["id"] in generation.fired_faults:
             continue
         if fault.get("node") != generation.node and fault.get("rank") != rank:

@@ -13,6 +13,7 @@ import socket
 from deadpool_ext.protocol.types import DeadpoolError
 from deadpool_ext.replication import commands, incoming, outgoing
 from deadpool_ext.replication.commands import (
+    AddFault,
     Command,
     Configure,
     Configured,
@@ -97,6 +98,9 @@ class Replicator:
             if message is None or isinstance(message, Stop):
                 return
             match message:
+                case AddFault():
+                    if self._generation is not None:
+                        self._generation.faults.append(message.fault)
                 case FaultOver():
                     self._fired_faults.setdefault(message.fault_id, asyncio.Event()).set()
                 case Configure() | Freeze() | Fetch() | DropConnections():

@@ -1,6 +1,7 @@
 """Places in the trainer where an armed fault stops the process so that it can be hit from outside.
 
-Nothing is installed for phases that no fault of the job names, so that an ordinary run executes none of this.
+Nothing is installed for phases that no fault of the job names, so that an ordinary run executes none of this. A fault
+that is given while the job runs has its phase hooked at the beginning of the next microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class TrainerFaults:
     def __init__(self, injection: Injection) -> None:
         """``injection``: the process's own faults; phases that none of them names are not hooked."""
         self._injection = injection
-        self._phases = injection.phases
+        self._hooked: set[str] = set()
+        self._state: TrainerState | None = None
         self._microbatch = 0
 
     def reach(self, phase: str, step: int | None = None) -> None:
@@ -39,6 +41,7 @@ class TrainerFaults:
         """Wrap upstream's forward step function; the second microbatch counts, or the only one."""
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:
+            self._hook_new_phases()
             if torch.is_grad_enabled() and get_attr_wrapped_model(args[1], "vp_stage"):
                 pass  # another model chunk of a pipeline that is virtual: the first one counts
             elif torch.is_grad_enabled():
@@ -59,20 +62,30 @@ class TrainerFaults:
 
     def install(self, state: TrainerState) -> None:
         """Hook backward, gradient sync and the gap between Adam and the copy to model parameters, where armed."""
-        if "backward" in self._phases:
-            for chunk in state.model:
+        self._state = state
+        self._hook_new_phases()
+
+    def _hook_new_phases(self) -> None:
+        """Main thread, between microbatches. Each phase is hooked once, when the first fault names it."""
+        new = self._injection.phases - self._hooked
+        if not new or self._state is None:
+            return
+        self._hooked |= new
+        if "backward" in new:
+            for chunk in self._state.model:
                 for layer in get_attr_wrapped_model(chunk, "decoder").layers[:1]:  # a stage may have none
                     layer.register_forward_hook(self._hook_backward)
-        if "grad_sync" in self._phases:
-            finalize = state.config.finalize_model_grads_func or upstream.finalize_model_grads
+        if "grad_sync" in new:
+            config = self._state.config
+            finalize = config.finalize_model_grads_func or upstream.finalize_model_grads
 
             def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
                 self.reach("grad_sync")
                 return finalize(*args, **kwargs)
 
-            state.config.finalize_model_grads_func = finalize_model_grads
-        if "optimizer" in self._phases:
-            for leaf in leaf_optimizers(state.optimizer):
+            config.finalize_model_grads_func = finalize_model_grads
+        if "optimizer" in new:
+            for leaf in leaf_optimizers(self._state.optimizer):
                 leaf._copy_main_params_to_model_params = self._before(leaf._copy_main_params_to_model_params)
 
     def _before(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,10 @@ def test_defaults_are_consistent_and_survive_the_wire() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"heartbeat_s": 4.0}, "heartbeat_s=4 and node_timeout_s=10: node_timeout_s must be at least 3 times heartbeat_s"),
+        (
+            {"heartbeat_s": 4.0},
+            "heartbeat_s=4 and node_timeout_s=10: node_timeout_s must be at least 3 times heartbeat_s",
+        ),
         ({"hang_s": 700.0}, "hang_s=700 and hang_max_s=600"),
         ({"slow_s": 60.0}, "slow_s=60 and hang_s=60"),
         ({"rebuild_s": 0.0}, "rebuild_s=0 must be a positive number of seconds"),

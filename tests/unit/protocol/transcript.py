@@ -180,9 +180,7 @@ class Transcript:
         if node not in job.members.seat_nodes:
             return ()
         return tuple(
-            vital(rank, job.generation, self.vitals[rank])
-            for rank in job.members.seats_of(node)
-            if rank in self.vitals
+            vital(rank, job.generation, self.vitals[rank]) for rank in job.members.seats_of(node) if rank in self.vitals
         )
 
     def _start(self) -> None:
