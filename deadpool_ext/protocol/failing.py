@@ -294,7 +294,10 @@ def on_fetch_failed(job: Job, node: NodeId, message: FetchFailed, now: float) ->
 
 
 def on_deadline(job: Job, what: str, now: float) -> None:
-    """Something shared did not end in time and nobody in particular is to blame: another generation, bounded."""
+    """Something shared did not end in time: another generation, bounded. A rank that stands still is the reason, if
+    there is one; else nobody in particular is to blame."""
+    if hanging.blame(job, what, now):
+        return
     begin_recovery(
         job,
         [Failure(kind="deadline", reason=what, permanent=False, evidence="deadline", detected_at=now)],

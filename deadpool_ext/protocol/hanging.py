@@ -32,15 +32,18 @@ def on_heartbeat(job: Job, node: NodeId, message: Heartbeat, now: float) -> None
         over = job.vitals.note(node, vital, now)
         if over is not None:
             told, stood = over
-            _say_over(job, vital.rank, node, f"rank {vital.rank} on {node}", told.place, stood)
+            _say_over(job, vital.rank, node, f"rank {vital.rank} on {node} goes", told.place, stood)
 
 
 def on_inspected(job: Job, node: NodeId, message: Inspected) -> None:
     """Where a rank stands: for people, and for the failure that may follow."""
-    if job.vitals.asked.pop(message.number, None) != message.rank:
+    rank, subject = job.vitals.asked.pop(message.number, (-1, -1))
+    if rank != message.rank:
         return
-    told = job.vitals.told.get(message.rank)
-    if told is not None:
+    told = job.vitals.told.get(subject)
+    if told is not None and subject == KNOT:
+        told.stack = (*told.stack, f"rank {rank}: {message.stack[0] if message.stack else message.problem}")
+    elif told is not None:
         told.stack, told.problem = message.stack, message.problem
     what = _frames(message.stack, message.problem)
     reason = f"rank {message.rank} on {node}: {what}"
@@ -58,8 +61,8 @@ def look(job: Job, now: float) -> None:
         vitals.pause()
         return
     vitals.enter(job.generation, now)
-    if not vitals.looks:
-        return
+    if not vitals.looks or job.suspicion is not None:
+        return  # who left a broken collective stands still until that is explained
     seats = _seats(job, now)
     found = find(seats, job.config.deadlines.slow_s)
     _forget_what_is_over(job, seats, found, now)
@@ -120,13 +123,14 @@ def _report(job: Job, seats: Sequence[Seat], standstill: Standstill, now: float)
     if subject in job.vitals.told:
         return
     seat = seats[standstill.rank] if standstill.rank is not None else None
-    place = seat.place if seat is not None else str(subject)
+    place = seat.place if seat is not None else ""
     job.vitals.told[subject] = Told(since=now - standstill.still_s, place=place)
     job.log(
         "warning",
         node=seat.node if seat is not None else None,
         rank=standstill.rank,
         kind="slow",
+        what="rank" if seat is not None else subject,
         reason=_words(job, seats, standstill),
         place=place,
         iteration=seat.iteration if seat is not None else None,
@@ -144,7 +148,7 @@ def _report(job: Job, seats: Sequence[Seat], standstill: Standstill, now: float)
     for rank in ranks:
         vitals = job.vitals
         vitals.questions += 1
-        vitals.asked[vitals.questions] = rank
+        vitals.asked[vitals.questions] = (rank, subject)
         job.send([seats[rank].node], Inspect(rank=rank, number=vitals.questions))
 
 
@@ -155,13 +159,13 @@ def _forget_what_is_over(job: Job, seats: Sequence[Seat], found: Iterable[Stands
         if subject in job.vitals.told and subject not in still and all(seat.known for seat in seats):
             told = job.vitals.told.pop(subject)
             what = "replication" if subject == REPLICATION_LATE else "the ranks that waited for each other"
-            _say_over(job, None, None, what, told.place, now - told.since)
+            verb = "goes" if subject == REPLICATION_LATE else "go"
+            _say_over(job, None, None, f"{what} {verb}", "", now - told.since)
 
 
 def _say_over(job: Job, rank: Rank | None, node: NodeId | None, who: str, place: str, seconds: float) -> None:
-    go = "go on" if rank is None and place == KNOT else "goes on"
-    where = f" in {place}" if rank is not None else ""
-    reason = f"{who} {go} again after {seconds:.1f} s{where}"
+    where = f" in {place}" if place else ""
+    reason = f"{who} on again after {seconds:.1f} s{where}"
     job.log("warning", node=node, rank=rank, kind="slow_over", reason=reason, place=place, seconds=round(seconds, 1))
 
 
@@ -219,6 +223,10 @@ def _frames(stack: Sequence[str], problem: str) -> str:
     return f"stack, innermost first: {' < '.join(stack[:_FRAMES])}"
 
 
+def _halted_node(job: Job, seats: Sequence[Seat], node: NodeId) -> bool:
+    return all(seats[rank].halted for rank in job.members.seats_of(node))
+
+
 def _finite(seconds: float) -> float | None:
     return round(seconds, 1) if seconds != float("inf") else None
 
@@ -234,7 +242,9 @@ def _end(job: Job, seats: Sequence[Seat], found: list[Standstill], overdue: list
         return
     first = overdue[0]
     kind = "hang" if first.replication else "collective_failed"
-    reason = _words(job, seats, first)
+    told = job.vitals.told.get(_subject(first))
+    stacks = f"; stacks: {'; '.join(told.stack)}" if told is not None and told.stack else ""
+    reason = f"{_words(job, seats, first)}{stacks}"
     late = late_nodes(job) if first.replication else []
     failure = Failure(
         kind=kind,
@@ -257,13 +267,19 @@ def _end_roots(job: Job, seats: Sequence[Seat], roots: Iterable[Standstill], now
     restarted: list[Failure] = []
     for node, ones in by_node.items():
         ranks = tuple(one.rank for one in ones if one.rank is not None)
+        stopped = _halted_node(job, seats, node)
+        if stopped:
+            still = min(one.still_s for one in ones)
+            reason = f"every process of {node} (ranks {list(ranks)}) is stopped for {still:.1f} s"
+        else:
+            reason = "; ".join(_reason(job, seats, one) for one in ones)
         hang = Hang(
             node=node,
             ranks=ranks,
             iterations=tuple(seats[rank].iteration for rank in ranks),
             generation=job.generation,
-            stopped=all(seats[rank].halted for rank in job.members.seats_of(node)),
-            reason="; ".join(_reason(job, seats, one) for one in ones) + because,
+            stopped=stopped,
+            reason=reason + because,
         )
         verdict = job.history.judge_hang(hang, now, job.limits, spare=len(replaced) < free)
         if verdict.conclusion is Conclusion.REPLACE:

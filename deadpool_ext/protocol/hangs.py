@@ -4,7 +4,7 @@ An arrow goes from whoever waits to what it needs:
 
 * in a collective (number n of its group): the members that have begun fewer than n collectives of this group;
 * point to point: the peer;
-* at the gate: every rank that computes an earlier iteration; if there is none, *replication* is what is late.
+* at the gate of an iteration: every rank that is not there yet; if there is none, *replication* is what is late.
 
 A rank at an end of the graph that does not move is a *root*: it holds up whoever reaches it. So does a stopped
 process, whatever it waits for. Ranks that move, and those of which too little is known (no fresh look, another
@@ -154,8 +154,11 @@ def _late(wait: Wait, by_rank: Mapping[Rank, Seat]) -> set[Point]:
 
 def _behind(iteration: int, by_rank: Mapping[Rank, Seat]) -> set[Point]:
     """What the gate of ``iteration`` waits for."""
-    seats = [seat for seat in by_rank.values() if not seat.left]
-    behind: set[Point] = {("rank", seat.rank) for seat in seats if not seat.known or seat.iteration < iteration}
+    behind: set[Point] = set()
+    for rank, seat in by_rank.items():
+        there = seat.iteration > iteration or (seat.iteration == iteration and seat.place == GATE)
+        if not seat.left and not (seat.known and there):
+            behind.add(("rank", rank))
     return behind or {REPLICATION}
 
 

@@ -36,8 +36,8 @@ class Told:
 
     since: float
     place: str
-    stack: tuple[str, ...] = ()  # innermost frame first
-    problem: str = "not asked for yet"  # why there is no stack
+    stack: tuple[str, ...] = ()  # innermost frame first; of a knot: where some of its ranks are
+    problem: str = "no answer yet"  # why there is no stack
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Vitals:
     shown_ranks: list[dict[str, Any]] = field(default_factory=list)  # for status.json
     shown_nodes: dict[NodeId, dict[str, Any]] = field(default_factory=dict)
     shown_at: float = -1e9
-    asked: dict[int, Rank] = field(default_factory=dict)  # number of an Inspect -> its rank
+    asked: dict[int, tuple[Rank, Subject]] = field(default_factory=dict)  # by number of the Inspect: of whom, and why
     questions: int = 0
 
     def note(self, node: NodeId, vital: Vital, now: float) -> tuple[Told, float] | None:

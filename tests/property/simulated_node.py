@@ -24,6 +24,31 @@ class Worker:
     live: Version | None = None
     constructed: bool = False
     declared_failed: bool = False
+    hung: bool = False  # does nothing any more, and does not leave the step either
+    moves: int = 0
+
+    def vital(self, world: int, committed: Version | None) -> m.Vital:
+        """How it looks from outside: before the step, at the gate, or in the step's one collective."""
+        done = self.live.v if self.live is not None else 0
+        training = self.phase == "train" and self.live is not None
+        at_gate = training and not self.hung and (committed is None or committed.v < done)
+        waits: tuple[m.Wait, ...] = ()
+        if training and not self.hung and not at_gate:
+            ranks = tuple(range(world))
+            peers = tuple(rank for rank in ranks if rank != self.rank)
+            step = m.Wait(group="world", ranks=ranks, operation="allreduce", number=done + 1, peers=peers, seconds=0.1)
+            waits = (step,)
+        return m.Vital(
+            rank=self.rank,
+            generation=self.generation,
+            iteration=done + 1,
+            place="setup" if not training else "gate" if at_gate else "forward",
+            place_s=0.0,
+            moves=self.moves,
+            process="S",
+            waits=waits,
+            issued={"world": done + 1 if waits else done},
+        )
 
 
 @dataclass
@@ -32,8 +57,8 @@ class Node:
     to_node: deque[Any] = field(default_factory=deque)
     to_coordinator: deque[Any] = field(default_factory=deque)
     alive: bool = True
-    silent: bool = False
-    sick: bool = False  # fails its health checks  # partitioned away: nothing passes in either direction
+    silent: bool = False  # partitioned away: nothing passes in either direction
+    sick: bool = False  # fails its health checks
     generation: int = -1
     frozen: bool = False
     welcome: bool = False
@@ -53,7 +78,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: kill, silence, exit, collective, join, leave, spoil, spoil_own. ``after``: actions since the start."""
+    """``kind``: kill, silence, exit, hang, collective, join, leave, spoil or spoil_own. ``after``: actions so far."""
 
     kind: str
     after: int

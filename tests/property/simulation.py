@@ -103,7 +103,8 @@ class Cluster:
         self.now += TICK_S
         for node in self.reachable():
             if node.welcome and self.exit is None:
-                self.tell(node, m.Heartbeat(node=node.name))
+                vitals = tuple(worker.vital(self.layout.world_size, node.board) for worker in node.workers.values())
+                self.tell(node, m.Heartbeat(node=node.name, vitals=vitals))
         if self.exit is None:
             self.handle(Tick())
 
@@ -152,6 +153,9 @@ class Cluster:
                 rank = sorted(node.workers)[fault.victim % len(node.workers)]
                 node.workers.pop(rank)
                 node.say(m.WorkerExited(rank=rank, generation=node.generation, status=-9))
+            case "hang" if node.workers:
+                worker = node.workers[sorted(node.workers)[fault.victim % len(node.workers)]]
+                worker.hung = worker.phase == "train"
             case "collective" if node.workers:
                 rank = sorted(node.workers)[0]
                 node.say(m.CollectiveFailed(generation=max(node.generation, 0), rank=rank, detail="reset by peer"))
@@ -219,6 +223,11 @@ class Cluster:
             if worker.phase == "construct" and self.random.random() < 0.5:
                 del node.workers[rank]  # stuck in set-up: killed
                 continue
+            if worker.hung:  # killed too, and that is said unless its restart was asked for with the fence
+                del node.workers[rank]
+                if not any(isinstance(other, m.Assign) and rank in other.seats for other in node.to_node):
+                    node.say(m.WorkerExited(rank=rank, generation=message.generation, status=-9))
+                continue
             dirty = worker.live is None or self.random.random() < 0.2
             states.append(WorkerState(rank=rank, live=worker.live, dirty=dirty))
             if dirty:
@@ -272,6 +281,7 @@ class Cluster:
                 continue
             assert node.plan.target in node.own[worker.rank], "INV-2"
             worker.live, worker.phase = node.plan.target, "train"
+            worker.moves += 1
             self.resumed.setdefault(node.generation, set()).add(worker.live)
             assert len(self.resumed[node.generation]) == 1, "INV-1: all resume at one version"
             rank = worker.rank
@@ -304,6 +314,8 @@ class Cluster:
         if node.fetches and not node.silent:
             return self.fetch(node, self.random.choice(sorted(node.fetches)))
         worker = node.workers[self.random.choice(sorted(node.workers))]
+        if worker.hung:
+            return False
         if worker.phase == "construct" and not worker.constructed:
             worker.constructed = True
             node.say(m.SpecDeclared(generation=worker.seated, spec=spec_of(worker.rank), facts={"rank": worker.rank}))
@@ -368,6 +380,7 @@ class Cluster:
             )
             return True
         worker.live = Version(v=worker.live.v + 1, lineage=node.generation)
+        worker.moves += 1
         node.own[worker.rank] = node.own[worker.rank][-1:]  # the older slot is being written from now on
         return True
 

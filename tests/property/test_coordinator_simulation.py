@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from deadpool_ext.protocol.deadlines import Deadlines
 from deadpool_ext.protocol.layout import plain_layout
 from tests.property.simulated_node import Fault, make_config
 from tests.property.simulation import Cluster
@@ -19,8 +20,9 @@ LAYOUTS = [
     (plain_layout(ranks_per_node=2, tensor_parallel=2, data_parallel=2, pipeline_parallel=2), 4),
     (plain_layout(ranks_per_node=1, data_parallel=3), 3),
 ]
-KINDS = ("kill", "kill", "silence", "exit", "collective", "join", "leave", "spoil", "spoil_own")
+KINDS = ("kill", "kill", "silence", "exit", "hang", "collective", "join", "leave", "spoil", "spoil_own")
 ITERATIONS = 4
+SOON = Deadlines(slow_s=5.0, hang_s=15.0, hang_max_s=20.0, hang_factor=1.0)
 
 
 def check(cluster: Cluster) -> None:
@@ -57,7 +59,7 @@ def check(cluster: Cluster) -> None:
 def test_every_run_ends(seed: int, layout: tuple, spares: int, faults: list[Fault], settled: bool) -> None:
     """``after`` of each fault counts from the one before; ``settled``: the first from the first committed version."""
     shape, nodes = layout
-    cluster = Cluster(make_config(shape, nodes=nodes, spares=spares), seed, [], ITERATIONS)
+    cluster = Cluster(make_config(shape, nodes=nodes, spares=spares, deadlines=SOON), seed, [], ITERATIONS)
     while settled and cluster.coordinator.state != "running":
         cluster.act()
     at = cluster.actions
@@ -79,7 +81,7 @@ def test_every_run_ends(seed: int, layout: tuple, spares: int, faults: list[Faul
 )
 def test_one_loss_with_a_spare_is_survived(seed: int, layout: tuple, victim: int, later: int) -> None:
     shape, nodes = layout
-    cluster = Cluster(make_config(shape, nodes=nodes, spares=1), seed, [], ITERATIONS)
+    cluster = Cluster(make_config(shape, nodes=nodes, spares=1, deadlines=SOON), seed, [], ITERATIONS)
     while cluster.coordinator.state != "running":
         cluster.act()
     cluster.faults = [Fault(kind="kill", after=cluster.actions + later * shape.world_size // 2, victim=victim)]
@@ -94,3 +96,31 @@ def test_one_loss_with_a_spare_is_survived(seed: int, layout: tuple, victim: int
         total = seconds.pop("total")
         assert abs(sum(seconds.values()) - total) < 1e-3
     event(f"exit {cluster.exit.code}, recoveries {len(done)}")
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layout=st.sampled_from(LAYOUTS),
+    victim=st.integers(0, 50),
+    later=st.integers(0, 25),
+)
+def test_one_hang_is_ended_by_a_restart_of_that_worker_alone(seed: int, layout: tuple, victim: int, later: int) -> None:
+    shape, nodes = layout
+    cluster = Cluster(make_config(shape, nodes=nodes, spares=1, deadlines=SOON), seed, [], ITERATIONS)
+    while cluster.coordinator.state != "running":
+        cluster.act()
+    cluster.faults = [Fault(kind="hang", after=cluster.actions + later * shape.world_size // 2, victim=victim)]
+    while cluster.faults and cluster.exit is None:
+        cluster.act()
+    hung = [
+        (node.name, rank) for node in cluster.nodes.values() for rank, worker in node.workers.items() if worker.hung
+    ]
+    cluster.run(limit=60_000)
+    check(cluster)
+    assert cluster.exit is not None
+    assert cluster.exit.code == 0, cluster.exit
+    failures = [log for log in cluster.logs if log.event == "failure_detected"]
+    assert [(log.node, log.rank, log.fields["kind"]) for log in failures] == [(*who, "hang") for who in hung]
+    assert all(node in cluster.coordinator.job.members.members for node, _ in hung), "no spare is used"
+    event(f"hangs {len(hung)}")
