@@ -5,23 +5,11 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
-#include <type_traits>
 
+#include "pulse.h"
 #include "waiting.h"
 
 namespace deadpool {
-
-// Plain words, 64 bits each, at an address of the owner's choice (later: shared memory read by the agent).
-// `waiting` is the number of threads blocked in a wait; `last_op` is c10d's OpType of the operation issued last.
-struct GroupCounters {
-  std::atomic<uint64_t> generation;
-  std::atomic<uint64_t> issued;
-  std::atomic<uint64_t> completed;
-  std::atomic<uint64_t> waiting;
-  std::atomic<uint64_t> last_op;
-};
-static_assert(std::is_standard_layout_v<GroupCounters> && sizeof(GroupCounters) == 40);
-static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 // How the operations of a generation are answered.
 enum class Kind : int {
@@ -34,19 +22,25 @@ enum class Kind : int {
 // One generation of one group; works in flight share it, so it outlives the replacement of the communicator.
 class Epoch {
  public:
-  Epoch(int64_t generation_in, Kind kind_in, GroupCounters* counters) : generation(generation_in), kind(kind_in) {
+  // `group`: its number in the table of groups that whoever looks from outside has.
+  Epoch(int64_t generation_in, Kind kind_in, GroupCounters* counters, uint64_t group_in)
+      : generation(generation_in), kind(kind_in), group(group_in) {
     attach(counters);
     if (counters != nullptr) {
+      counters->sequence = counters->sequence | 1;
       counters->generation = static_cast<uint64_t>(generation_in);
       counters->issued = 0;
       counters->completed = 0;
       counters->waiting = 0;
       counters->last_op = 0;
+      counters->collectives = 0;
+      counters->sequence = counters->sequence + 1;
     }
   }
 
   const int64_t generation;
   const Kind kind;
+  std::atomic<uint64_t> group;
   std::atomic<bool> fenced{false};
   // Calls inside the communicator, and collectives that it has accepted and not finished: zero means that no thread of
   // it touches a tensor any more (point-to-point is covered by its sockets being closed).
@@ -61,28 +55,41 @@ class Epoch {
   void detach() {
     attach(nullptr);
   }
-  void issued(uint64_t op) {
+  // Returns the number of a collective among those of this generation, from 1; 0 for an operation that not every
+  // member issues.
+  uint64_t issued(uint64_t op, bool collective) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t number = collective ? ++collectives_ : 0;
     if (counters_ != nullptr) {
-      counters_->last_op = op;
-      ++counters_->issued;
+      counters_->last_op.store(op, std::memory_order_relaxed);
+      counters_->collectives.store(collectives_, std::memory_order_relaxed);
+      add(counters_->moves, 1);
+      add(counters_->issued, 1);
     }
+    return number;
   }
   void completed() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (counters_ != nullptr) {
-      ++counters_->completed;
+      add(counters_->moves, 1);
+      add(counters_->completed, 1);
     }
   }
   void waiting(int64_t change) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (counters_ != nullptr) {
-      counters_->waiting += static_cast<uint64_t>(change);
+      add(counters_->waiting, static_cast<uint64_t>(change));
     }
   }
 
  private:
+  // Writers hold the lock; readers do not.
+  static void add(std::atomic<uint64_t>& word, uint64_t change) {
+    word.store(word.load(std::memory_order_relaxed) + change, std::memory_order_release);
+  }
+
   std::mutex mutex_;
+  uint64_t collectives_{0};
   GroupCounters* counters_{nullptr};
 };
 

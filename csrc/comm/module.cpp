@@ -89,6 +89,7 @@ py::dict counts(Shell& shell) {
   result["issued"] = counters->issued.load();
   result["completed"] = counters->completed.load();
   result["waiting"] = counters->waiting.load();
+  result["collectives"] = counters->collectives.load();
   const auto last = static_cast<c10d::OpType>(counters->last_op.load());
   result["last_op"] = counters->issued.load() > 0 ? c10d::opTypeToString(last) : std::string();
   return result;
@@ -135,8 +136,11 @@ PYBIND11_MODULE(_shell, m) {
       .def("counts", &counts)
       .def(
           "bind_counters",
-          [](Shell& shell, uintptr_t address) { shell.bind_counters(reinterpret_cast<GroupCounters*>(address)); },
+          [](Shell& shell, uintptr_t address, uint64_t group) {
+            shell.bind_counters(reinterpret_cast<GroupCounters*>(address), group);
+          },
           py::arg("address"),
+          py::arg("group") = 0,
           no_gil)
       .def("register_mem_pool", [](Shell& s, const py::args& a, const py::kwargs& k) {
         return forward(s, "register_mem_pool", a, k);
@@ -151,6 +155,16 @@ PYBIND11_MODULE(_shell, m) {
       .def_property_readonly("pending", &Shell::pending)
       .def_property_readonly("timeout_s", [](const Shell& shell) { return Seconds(shell.timeout()).count(); });
   m.attr("COUNTERS_BYTES") = sizeof(GroupCounters);
+  m.attr("PULSE_BYTES") = sizeof(Pulse);
+  m.def(
+      "place_pulse", [](uintptr_t address) { Pulse::place(reinterpret_cast<Pulse*>(address)); }, py::arg("address"));
+  m.def("operation_names", [] {
+    std::vector<std::string> names;
+    for (int op = 0; op <= static_cast<int>(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED); ++op) {
+      names.push_back(c10d::opTypeToString(static_cast<c10d::OpType>(op)));
+    }
+    return names;
+  });
 
   py::class_<SocketInfo>(m, "SocketInfo")
       .def_readonly("fd", &SocketInfo::fd)

@@ -27,7 +27,7 @@ class Replaceable : public c10d::Backend {
   Replaceable(int rank, int size, std::chrono::milliseconds timeout)
       : Backend(rank, size),
         options_(c10::make_intrusive<Options>("deadpool", timeout)),
-        epoch_(std::make_shared<Epoch>(-1, Kind::kNone, &own_counters_)) {}
+        epoch_(std::make_shared<Epoch>(-1, Kind::kNone, &own_counters_, 0)) {}
   ~Replaceable() override {
     epoch_->detach();
     Retirement::instance().add(take());
@@ -51,7 +51,7 @@ class Replaceable : public c10d::Backend {
       old = take();
       epoch_->fenced = true;
       epoch_->detach();
-      epoch_ = std::make_shared<Epoch>(generation, kind, counters_);
+      epoch_ = std::make_shared<Epoch>(generation, kind, counters_, group_index_);
       inner_ = {std::move(cpu), std::move(cuda)};
       coalescing_.reset();
     }
@@ -117,16 +117,26 @@ class Replaceable : public c10d::Backend {
     return counters_;
   }
   // Keeps the counters at `target` from now on (which must stay valid while this object lives); null: its own again.
-  void bind_counters(GroupCounters* target) {
+  // `group`: the group's number in the table that whoever looks from outside has.
+  void bind_counters(GroupCounters* target, uint64_t group) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto* next = target != nullptr ? target : &own_counters_;
+    if (next == counters_) {
+      return;
+    }
     epoch_->detach();
+    next->sequence = next->sequence | 1;
     next->generation = counters_->generation.load();
     next->issued = counters_->issued.load();
     next->completed = counters_->completed.load();
     next->waiting = counters_->waiting.load();
     next->last_op = counters_->last_op.load();
+    next->collectives = counters_->collectives.load();
+    next->moves = next->moves + 1;
+    next->sequence = next->sequence + 1;
     counters_ = next;
+    group_index_ = group;
+    epoch_->group = group;
     epoch_->attach(next);
   }
 
@@ -136,11 +146,13 @@ class Replaceable : public c10d::Backend {
   struct Coalescing {
     std::optional<c10::DeviceType> device;
     bool native{false}; // the communicator coalesces by itself
+    bool point_to_point{false}; // holds such operations
     std::vector<WorkPtr> works;
   };
   // A call inside a communicator: keeps it alive and keeps the generation pending for as long as it lasts.
   struct Call {
-    Call(BackendPtr inner_in, std::shared_ptr<Epoch> epoch_in) : inner(std::move(inner_in)), epoch(std::move(epoch_in)) {
+    Call(BackendPtr inner_in, std::shared_ptr<Epoch> epoch_in, bool by_accelerator_in)
+        : inner(std::move(inner_in)), epoch(std::move(epoch_in)), by_accelerator(by_accelerator_in) {
       ++epoch->pending;
     }
     ~Call() {
@@ -150,6 +162,12 @@ class Replaceable : public c10d::Backend {
     Call& operator=(const Call&) = delete;
     BackendPtr inner;
     std::shared_ptr<Epoch> epoch;
+    const bool by_accelerator;
+  };
+  // Whom an operation needs: every member, or one (-1: any) of them.
+  struct Needs {
+    bool everybody{true};
+    int peer{-1};
   };
 
   static size_t slot(c10::DeviceType type) {
@@ -198,11 +216,18 @@ class Replaceable : public c10d::Backend {
     const auto wanted = type ? slot(*type) : (inner_[1] ? 1 : 0);
     const auto& inner = inner_[wanted] ? inner_[wanted] : inner_[0];
     TORCH_CHECK(inner, "deadpool: group '", pg_uid_, "' was made for CUDA tensors only (backend nccl)");
-    return Call(inner, epoch_);
+    return Call(inner, epoch_, &inner == &inner_[1]);
   }
-  void count(Epoch& epoch, OpType op) {
-    epoch.issued(static_cast<uint64_t>(op));
+  // `peer`: rank in the group of the one that a point-to-point operation needs; -1: all.
+  Operation count(Epoch& epoch, OpType op, bool collective, int peer) {
+    const auto number = epoch.issued(static_cast<uint64_t>(op), collective);
     ++totals_[static_cast<size_t>(epoch.kind)];
+    return Operation{
+        epoch.group,
+        static_cast<uint64_t>(epoch.generation),
+        number,
+        static_cast<uint64_t>(op),
+        static_cast<uint64_t>(peer + 1)};
   }
   template <typename F>
   auto ask(std::optional<c10::DeviceType> type, F&& function) -> decltype(function(std::declval<Backend&>())) {
@@ -211,18 +236,22 @@ class Replaceable : public c10d::Backend {
   }
 
   template <typename F>
-  WorkPtr issue(OpType op, std::optional<c10::DeviceType> type, F&& function) {
+  WorkPtr issue(OpType op, std::optional<c10::DeviceType> type, F&& function, Needs needs = {}) {
     const auto call = enter(type);
-    coalesce(call, type);
-    count(*call.epoch, op);
+    coalesce(call, type, needs);
+    const auto operation = count(*call.epoch, op, needs.everybody, needs.peer);
     WorkPtr inner;
     try {
+      std::optional<Blocked> blocked; // NCCL connects in its first operation, and its queue may be full
+      if (call.by_accelerator) {
+        blocked.emplace(operation);
+      }
       inner = function(*call.inner);
     } catch (...) {
       call.epoch->completed();
       rethrow_communication_error(*call.epoch, pg_uid_, op);
     }
-    auto work = follow(std::move(inner), call, op);
+    auto work = follow(std::move(inner), call, op, operation);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (coalescing_ && !coalescing_->native) {
       coalescing_->works.push_back(work);
@@ -231,9 +260,12 @@ class Replaceable : public c10d::Backend {
   }
 
   // The first operation of a coalescing block decides which communicator coalesces.
-  void coalesce(const Call& call, std::optional<c10::DeviceType> type) {
+  void coalesce(const Call& call, std::optional<c10::DeviceType> type, Needs needs) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (coalescing_ && !needs.everybody) {
+        coalescing_->point_to_point = true;
+      }
       if (!coalescing_ || coalescing_->device) {
         return;
       }
@@ -247,7 +279,7 @@ class Replaceable : public c10d::Backend {
   }
 
   // Counts the completion of an operation. Null (an operation inside a communicator's own coalescing block) stays null.
-  WorkPtr follow(WorkPtr inner, const Call& call, OpType op) {
+  WorkPtr follow(WorkPtr inner, const Call& call, OpType op, const Operation& operation) {
     if (!inner || call.epoch->kind != Kind::kConnected) {
       call.epoch->completed();
       return inner;
@@ -266,13 +298,14 @@ class Replaceable : public c10d::Backend {
           },
           /*uses_future=*/false);
     }
-    return c10::make_intrusive<ShellWork>(std::move(inner), call.epoch, pg_uid_, rank_, op, std::move(ended));
+    return c10::make_intrusive<ShellWork>(std::move(inner), call.epoch, pg_uid_, rank_, op, std::move(ended), operation);
   }
 
   const c10::intrusive_ptr<Options> options_;
   mutable std::mutex mutex_; // guards what follows; never held while a communicator is called, except to set a timeout
   GroupCounters own_counters_{};
   GroupCounters* counters_{&own_counters_};
+  uint64_t group_index_{0};
   std::shared_ptr<Epoch> epoch_;
   std::array<BackendPtr, 2> inner_{}; // cpu, cuda
   std::optional<Coalescing> coalescing_;

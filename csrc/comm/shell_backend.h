@@ -106,7 +106,11 @@ class ShellBackend : public Replaceable {
     }
     TORCH_CHECK(block, "group '", pg_uid_, "' was not coalescing, or its communicator was replaced meanwhile");
     if (block->native) {
-      return issue(OpType::COALESCED, block->device, [](Backend& b) { return b.endCoalescing(); });
+      return issue(
+          OpType::COALESCED,
+          block->device,
+          [](Backend& b) { return b.endCoalescing(); },
+          Needs{!block->point_to_point, -1}); // members differ in the latter
     }
     return c10::make_intrusive<JointWork>(rank_, std::move(block->works));
   }
@@ -173,13 +177,13 @@ class ShellBackend : public Replaceable {
     return issue(OpType::ALLTOALL, device(in), [&](Backend& b) { return b.alltoall(out, in, o); });
   }
   WorkPtr send(Tensors& t, int peer, int tag) override {
-    return issue(OpType::SEND, device(t), [&](Backend& b) { return b.send(t, peer, tag); });
+    return issue(OpType::SEND, device(t), [&](Backend& b) { return b.send(t, peer, tag); }, Needs{false, peer});
   }
   WorkPtr recv(Tensors& t, int peer, int tag) override {
-    return issue(OpType::RECV, device(t), [&](Backend& b) { return b.recv(t, peer, tag); });
+    return issue(OpType::RECV, device(t), [&](Backend& b) { return b.recv(t, peer, tag); }, Needs{false, peer});
   }
   WorkPtr recvAnysource(Tensors& t, int tag) override {
-    return issue(OpType::RECVANYSOURCE, device(t), [&](Backend& b) { return b.recvAnysource(t, tag); });
+    return issue(OpType::RECVANYSOURCE, device(t), [&](Backend& b) { return b.recvAnysource(t, tag); }, Needs{false, -1});
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     std::optional<c10::DeviceType> type;
@@ -192,8 +196,9 @@ class ShellBackend : public Replaceable {
   }
   void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) override {
     const auto call = enter(c10::kCPU);
-    count(*call.epoch, OpType::BARRIER);
+    const auto operation = count(*call.epoch, OpType::BARRIER, true, -1);
     try {
+      const Blocked blocked(operation);
       call.inner->monitoredBarrier(o, wait_all_ranks);
     } catch (...) {
       call.epoch->completed();

@@ -105,13 +105,15 @@ class ShellWork : public c10d::Work {
       std::string group,
       int rank,
       c10d::OpType op,
-      std::shared_ptr<std::atomic<bool>> ended)
+      std::shared_ptr<std::atomic<bool>> ended,
+      const Operation& operation)
       : Work(rank, op),
         inner_(std::move(inner)),
         epoch_(std::move(epoch)),
         group_(std::move(group)),
         ended_(std::move(ended)),
-        settled_(ended_ != nullptr) {}
+        settled_(ended_ != nullptr),
+        operation_(operation) {}
   ~ShellWork() override {
     settle();
   }
@@ -221,6 +223,7 @@ class ShellWork : public c10d::Work {
   }
   template <typename F>
   bool translated(F&& call) {
+    const Blocked blocked(operation_);
     epoch_->waiting(+1);
     try {
       const bool result = call();
@@ -244,6 +247,7 @@ class ShellWork : public c10d::Work {
   const std::string group_;
   const std::shared_ptr<std::atomic<bool>> ended_;
   std::atomic<bool> settled_;
+  const Operation operation_;
 };
 
 // The operations issued in one coalescing block of a communicator that does not coalesce itself.

@@ -19,6 +19,7 @@ from deadpool_ext.comm.background import Cancellation
 from deadpool_ext.comm.connection import Communicator, Connection
 from deadpool_ext.comm.errors import CommunicatorError, FencedError
 from deadpool_ext.comm.group import BackendRequest, GroupSpec, parse_backend
+from deadpool_ext.comm.pulse import Pulse
 
 _MAX_RETIRING = 512  # old communicators not destroyed yet; more means that something keeps them
 _RETIRE_PATIENCE_S = 5.0
@@ -43,6 +44,7 @@ class GroupCounts:
     issued: int
     completed: int
     waiting: int
+    collectives: int  # of those issued: operations that every member issues
     last_op: str
     fenced: bool
 
@@ -62,6 +64,7 @@ class AbortReport:
 class _Group:
     spec: GroupSpec
     shell: _shell.ShellBackend
+    place: int | None = None  # in the pulse
 
 
 class Communicators:
@@ -72,14 +75,24 @@ class Communicators:
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, connect_timeout_s: float = 60.0, accelerator: bool | None = None
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        connect_timeout_s: float = 60.0,
+        accelerator: bool | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         """``connect_timeout_s`` bounds the making of each single group. ``accelerator``: whether ``nccl`` means NCCL
-        (default: whether the driver shows a GPU); without one everything is gloo."""
+        (default: whether the driver shows a GPU); without one everything is gloo. ``pulse``: where operations are
+        shown to whoever looks from outside; it must stay open for the life of the process."""
         self.rank = rank
         self.world_size = world_size
         self.connect_timeout_s = connect_timeout_s
         self.accelerator = _has_gpu() if accelerator is None else accelerator
+        self._pulse = pulse
+        if pulse is not None:
+            _shell.place_pulse(pulse.communication_address)
         self._lock = threading.RLock()
         self._groups: dict[str, _Group] = {}
         self._mode = Mode.IDLE
@@ -258,6 +271,7 @@ class Communicators:
             self._cancellation.cancel()
             self._drop_connection()
             for group in self._groups.values():
+                self._hide(group)
                 group.shell.release()
             self._groups.clear()
             self._store_server = None
@@ -289,7 +303,7 @@ class Communicators:
                 raise CommunicatorError("groups can be made after solo() or connect()")
             if mode is Mode.SOLO or spec.size == 1:
                 shell.set_local(generation, _local_kind(spec, solo=mode is Mode.SOLO))
-                self._groups[spec.name] = group
+                self._add(group)
                 return shell
             cancellation = self._cancellation
         assert connection is not None
@@ -306,7 +320,7 @@ class Communicators:
                 made.discard()
                 raise FencedError(f"generation {generation} was fenced while group '{spec.name}' connected")
             shell.set_inner(generation, made.cpu, made.cuda)
-            self._groups[spec.name] = group
+            self._add(group)
         return shell
 
     # ---- private -----------------------------------------------------------------------------------------------------
@@ -319,6 +333,22 @@ class Communicators:
 
     def _enter(self, generation: int, mode: Mode) -> None:
         self._generation, self._mode = generation, mode
+        if self._pulse is not None:
+            self._pulse.set_generation(generation)
+
+    def _add(self, group: _Group) -> None:
+        self._groups[group.spec.name] = group
+        if self._pulse is not None:
+            group.place = self._pulse.add_group(group.spec.name, group.spec.ranks)
+            if group.place is not None:
+                group.shell.bind_counters(self._pulse.group_address(group.place), group.place)
+
+    def _hide(self, group: _Group) -> None:
+        """Show no operations of this group any more."""
+        if self._pulse is not None and group.place is not None:
+            group.shell.bind_counters(0)
+            self._pulse.remove_group(group.place)
+            group.place = None
 
     def _drop_connection(self) -> None:
         if self._connection is not None:
@@ -328,7 +358,9 @@ class Communicators:
     def _prune(self) -> None:
         """Forget groups that their owner destroyed."""
         for name in [name for name, group in self._groups.items() if group.shell.closed]:
-            shell = self._groups.pop(name).shell
+            group = self._groups.pop(name)
+            self._hide(group)
+            shell = group.shell
             for kind in self._forgotten:
                 self._forgotten[kind] += shell.total(kind)
 

@@ -18,9 +18,10 @@ import sys
 import time
 import traceback
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from deadpool_ext.comm.pulse import Pulse
 from deadpool_ext.control import processes
 from deadpool_ext.control.agent_events import (
     AddReplicatorFault,
@@ -36,6 +37,7 @@ from deadpool_ext.control.agent_events import (
     FreezeReplicator,
     FromCoordinator,
     FromWorker,
+    InspectWorker,
     KillWorker,
     Leave,
     ReleaseReplicator,
@@ -65,6 +67,8 @@ from deadpool_ext.control.gpus import Gpus
 from deadpool_ext.control.health import OomWatch, Surroundings, run_checks
 from deadpool_ext.control.node_memory import NodeMemory
 from deadpool_ext.control.replicator_link import ReplicatorLink
+from deadpool_ext.control.stacks import Stack, StackFile
+from deadpool_ext.control.vitals import Sampler
 from deadpool_ext.control.wire import Connection, WireError, new_secret
 from deadpool_ext.protocol.messages import (
     ArenaReady,
@@ -73,7 +77,10 @@ from deadpool_ext.protocol.messages import (
     HealthReport,
     Heartbeat,
     Hello,
+    Inspected,
     NodeAddress,
+    TakeSeat,
+    Vital,
     Welcome,
     WorkerExited,
     WorkerHello,
@@ -85,6 +92,7 @@ TICK_S: Final = 0.1
 RECONNECT_S: Final = 0.1
 DEFAULT_HEARTBEAT_S: Final = 0.5
 DELIVERY_DEADLINE_S: Final = 1.0
+KILL_DEADLINE_S: Final = 10.0
 _PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -104,11 +112,20 @@ class AgentConfig:
 
 @dataclass(slots=True)
 class WorkerLink:
-    """The shell's side of a worker: process and connection."""
+    """The shell's side of a worker: process, connection, and what it shows of itself once it has a seat."""
 
     pid: int = 0
     connection: Connection | None = None
     receiver: asyncio.Task[None] | None = None
+    pulse: Pulse | None = None
+    stack: StackFile | None = None
+
+    def close(self) -> None:
+        """The process is gone."""
+        for shown in (self.pulse, self.stack):
+            if shown is not None:
+                shown.close()
+        self.pulse = self.stack = None
 
 
 class Agent:
@@ -127,6 +144,7 @@ class Agent:
         self._workers: dict[str, WorkerLink] = {}
         self._effects: asyncio.Queue[Effect] = asyncio.Queue()
         self._coordinator: Connection | None = None
+        self._sampler = Sampler()
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking = asyncio.Lock()
@@ -165,6 +183,8 @@ class Agent:
             if self._coordinator is not None:
                 self._coordinator.close()
                 await self._coordinator.wait_closed()
+            for link in self._workers.values():
+                link.close()
             self._memory.close()
 
     def _end_processes(self) -> None:
@@ -202,8 +222,18 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             if self._coordinator is not None:
-                self._coordinator.send(Heartbeat(node=self._config.node))
+                self._coordinator.send(Heartbeat(node=self._config.node, vitals=self._look()))
             await asyncio.sleep(self._heartbeat_s)
+
+    def _look(self) -> tuple[Vital, ...]:
+        """At every worker that has a seat."""
+        found = []
+        for token, rank in self._state.seats():
+            link = self._workers.get(token)
+            if link is not None and link.pulse is not None:
+                vital = self._sampler.look(token, rank, link.pid, link.pulse)
+                found += [vital] if vital is not None else []
+        return tuple(found)
 
     async def _tick(self) -> None:
         while True:
@@ -299,6 +329,8 @@ class Agent:
             # What it sent before its end comes first. Bounded: a process it started may hold the connection open.
             await asyncio.wait({link.receiver}, timeout=DELIVERY_DEADLINE_S)
         del self._workers[token]
+        link.close()
+        self._sampler.forget(token)
         self._kill_orphans()
         starved = report.status == -signal.SIGKILL and self._oom.more()
         self._handle(WorkerEnded(token=token, status=report.status, cause="memory" if starved else ""))
@@ -342,8 +374,9 @@ class Agent:
                 with contextlib.suppress(ForkServerError):  # its end is reported on its own
                     self._fork_server.fork_workers(effect.tokens, self._socket_name)
             case KillWorker():
-                if (link := self._workers.get(effect.token)) is not None and link.pid:
-                    processes.kill_tree(link.pid)
+                await self._kill(effect.token)
+            case InspectWorker():
+                self._spawn(self._inspect(effect))
             case FenceBoard():
                 self._memory.board.fence(effect.generation)
             case StartReplicator():
@@ -386,6 +419,30 @@ class Agent:
                 self._replicator.release_fault(effect.fault_id)
             case Leave():
                 self._leave(effect.code, effect.reason)
+
+    async def _kill(self, token: str) -> None:
+        """Stopped processes die of it too. One that does not still has the slots mapped: then this node ends."""
+        link = self._workers.get(token)
+        if link is None or not link.pid:
+            return
+        hit = processes.kill_tree(link.pid)
+        if not await asyncio.to_thread(processes.wait_dead, hit, KILL_DEADLINE_S):
+            self._leave(EXIT_BROKEN, f"a worker (pid {link.pid}) does not die within {KILL_DEADLINE_S:g} s of SIGKILL")
+
+    async def _inspect(self, effect: InspectWorker) -> None:
+        link = self._workers.get(effect.token)
+        stack = Stack(problem="the process is gone")
+        if link is not None and link.stack is not None:
+            stack = await link.stack.ask(link.pid)
+        self._send(
+            Inspected(
+                node=self._config.node,
+                rank=effect.rank,
+                number=effect.number,
+                stack=stack.frames,
+                problem=stack.problem,
+            )
+        )
 
     async def _report_health(self, number: int) -> None:
         job = self._state.job
@@ -435,6 +492,9 @@ class Agent:
     def _send_worker(self, token: str, message: object) -> None:
         link = self._workers.get(token)
         if link is not None and link.connection is not None:
+            if isinstance(message, TakeSeat):
+                link.pulse, link.stack = Pulse.create(), StackFile()
+                message = replace(message, pulse_path=link.pulse.path, stack_path=link.stack.path)
             link.connection.send(message)
 
     def _refuse_memory(self, error: ArenaMemoryError) -> None:

@@ -132,9 +132,18 @@ class ForkWorkers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillWorker:
-    """SIGKILL a worker and everything below it; WorkerEnded follows."""
+    """SIGKILL a worker and everything below it; what comes next finds it dead. WorkerEnded follows."""
 
     token: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectWorker:
+    """Read the worker's stack and answer Inspected."""
+
+    token: str
+    rank: Rank
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +258,7 @@ Effect = (
     | ToWorker
     | ForkWorkers
     | KillWorker
+    | InspectWorker
     | FenceBoard
     | StartReplicator
     | FreezeReplicator

@@ -24,6 +24,7 @@ from deadpool_ext.control.agent_events import (
     FreezeReplicator,
     FromCoordinator,
     FromWorker,
+    InspectWorker,
     KillWorker,
     Leave,
     ReleaseReplicator,
@@ -58,6 +59,8 @@ from deadpool_ext.protocol.messages import (
     FetchFailed,
     Finish,
     HostStore,
+    Inspect,
+    Inspected,
     JobSpec,
     NodeReady,
     Recover,
@@ -160,6 +163,8 @@ class AgentState:
                 return self._to_seat(message.rank, message) if message.generation == self.generation else []
             case CheckHealth():
                 return [RunHealthChecks(number=message.number)]
+            case Inspect():
+                return self._inspect(message)
             case Strike():
                 return self._strike(message)
             case AddFault():
@@ -177,6 +182,14 @@ class AgentState:
             self.job = replace(self.job, faults=(*self.job.faults, message.fault))
         told = [ToWorker(token=worker.token, message=message) for worker in self._seated()]
         return [*told, AddReplicatorFault(fault=message.fault)]
+
+    def _inspect(self, inspect: Inspect) -> list[Effect]:
+        holder = self._holder(inspect.rank)
+        if holder is not None:
+            return [InspectWorker(token=holder.token, rank=inspect.rank, number=inspect.number)]
+        problem = f"node {self.node} has no process of this rank"
+        answer = Inspected(node=self.node, rank=inspect.rank, number=inspect.number, stack=(), problem=problem)
+        return [ToCoordinator(message=answer)]
 
     def _strike(self, strike: Strike) -> list[Effect]:
         """A fault: ranks that do it themselves are told, all of them where none is named; the rest is done here."""
@@ -196,13 +209,14 @@ class AgentState:
         self.generation = assign.generation
         self._ever_seated = True
         for index, rank in enumerate(assign.seats):
-            if (holder := self._holder(rank)) is not None:
+            if (holder := self._holder(rank)) is not None:  # it hangs, and must not write to its slots any more
                 holder.condemned = True
                 holder.rank = None
                 effects.append(KillWorker(token=holder.token))
             facts = assign.facts[index] if index < len(assign.facts) else {}
             self._open[rank] = OpenSeat(assign=assign, facts=facts)
-        return effects + self._fill_seats()
+        # A fence need not wait for who was killed here.
+        return effects + self._fill_seats() + self._fence_progress()
 
     def _fill_seats(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -409,6 +423,10 @@ class AgentState:
             return self._leave(EXIT_BROKEN, f"workers of node {self.node} die before they have a seat ({status})")
         warm = sum(1 for worker in self._workers.values() if worker.warm)
         return self._fork((len(self._open) if self._ever_seated else self._target) - warm)
+
+    def seats(self) -> list[tuple[str, Rank]]:
+        """Workers that have a seat, by token, with their ranks."""
+        return [(worker.token, worker.rank) for worker in self._seated() if worker.rank is not None]
 
     def first_rank(self) -> Rank:
         """The lowest seat of this node; 0 if it has none."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +79,13 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+def state(pid: int) -> str | None:
+    """The letter of /proc/PID/stat: R running, S sleeping, D in uninterruptible I/O, T stopped, Z dead and not reaped;
+    None if there is no such process."""
+    fields = _stat_fields(pid)
+    return fields[0] if fields else None
+
+
 def is_alive(pid: int) -> bool:
     """True if the process exists and is not a zombie."""
     fields = _stat_fields(pid)
@@ -129,6 +139,22 @@ def kill_tree(root: int) -> list[int]:
     """
     pids = [root, *descendants(root)]
     return [pid for pid in pids if send_signal(pid, signal.SIGKILL)]
+
+
+def wait_dead(pids: Iterable[int], timeout_s: float) -> bool:
+    """Wait until all of these have ended (zombies have); False if any has not after ``timeout_s`` seconds."""
+    end = time.monotonic() + timeout_s
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+                return False
+        finally:
+            os.close(descriptor)
+    return True
 
 
 def reap(pid: int) -> int | None:

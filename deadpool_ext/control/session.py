@@ -72,6 +72,7 @@ class WorkerSession:
         self.job: Final[JobSpec] = seat.job
         self.facts: Final[dict[str, Any]] = seat.facts
         self.board_path: Final = seat.board_path
+        self.pulse_path: Final = seat.pulse_path
         self._seat_generation = seat.generation
         self._generation = seat.generation
         self._connection = connection

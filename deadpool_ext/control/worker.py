@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from deadpool_ext.control import session as worker_session
+from deadpool_ext.control import stacks
 from deadpool_ext.control.processes import name_process
 from deadpool_ext.control.session import SessionError, SessionLostError, WorkerSession
 from deadpool_ext.control.wire import BlockingConnection, ConnectionLostError, WireError
@@ -83,6 +84,8 @@ def _run_seat(start: WorkerStart, seat: TakeSeat, connection: BlockingConnection
         apply_environment(seat.rank, seat.local_rank, seat.job.layout.world_size, seat.job.layout.ranks_per_node)
         os.chdir(seat.job.cwd)
         session = WorkerSession(connection, seat, start.node, start.host)
+        if seat.stack_path:
+            stacks.answer_from_now_on(seat.stack_path)
         worker_session.install(session)
         session.start()
         end = run_script(seat.job.argv)

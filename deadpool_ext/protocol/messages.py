@@ -430,6 +430,8 @@ class TakeSeat:
     solo: bool
     job: JobSpec
     board_path: str  # the node's board (shared words: fence, commit)
+    pulse_path: str = ""  # where this worker shows how it is (deadpool_ext.comm.pulse)
+    stack_path: str = ""  # where it writes its stack when asked to (deadpool_ext.control.stacks)
     facts: dict[str, Any] = field(default_factory=dict)
 
 

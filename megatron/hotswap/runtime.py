@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from deadpool_ext.comm.pulse import Pulse
 from deadpool_ext.comm.registry import Communicators
 from deadpool_ext.comm.torch_patch import patch_torch
 from deadpool_ext.control import session as control
 from deadpool_ext.protocol.types import UsageError
+from megatron.hotswap.loop.places import Places
 from megatron.hotswap.loop.worker import ResilientWorker
 from megatron.hotswap.patches.base import BASE_PATCHES
 from megatron.hotswap.patches.registry import apply, verify
@@ -31,9 +33,10 @@ def protect(launch: Callable[[], Any]) -> None:
             "machine or with `deadpool launch ...` on every node"
         )
     sabotage = frozenset(filter(None, os.environ.get(SABOTAGE_VARIABLE, "").split(",")))
-    communicators = Communicators(rank=session.rank, world_size=session.world_size)
+    pulse = Pulse.open(session.pulse_path) if session.pulse_path else None
+    communicators = Communicators(rank=session.rank, world_size=session.world_size, pulse=pulse)
     patch_torch(communicators)
-    worker = ResilientWorker(session, communicators, sabotage)
+    worker = ResilientWorker(session, communicators, sabotage, Places(pulse))
     if sabotage:
         session.emit("warning", text=f"sabotaged for a test: {', '.join(sorted(sabotage))}")
     verify(BASE_PATCHES, MEGATRON)  # launch applies them later, when upstream has parsed its arguments

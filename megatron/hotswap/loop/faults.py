@@ -1,6 +1,6 @@
-"""Places in the trainer where an armed fault stops the process so that it can be hit from outside.
+"""Hooks in the trainer that say where it is, and where an armed fault stops the process so that it can be hit.
 
-Nothing is installed for phases that no fault of the job names, so that an ordinary run executes none of this. A fault
+Fault points are not installed for phases that no fault of the job names; where the trainer is, is always told. A fault
 that is given while the job runs has its phase hooked at the beginning of the next microbatch.
 """
 
@@ -18,6 +18,7 @@ from megatron.training import training as upstream
 
 from deadpool_ext.control.injection import Injection
 from megatron.hotswap.device.health import stay_broken
+from megatron.hotswap.loop.places import Places
 from megatron.hotswap.state.metadata import TrainerState
 from megatron.hotswap.state.shards import leaf_optimizers
 
@@ -25,9 +26,10 @@ from megatron.hotswap.state.shards import leaf_optimizers
 class TrainerFaults:
     """Puts fault points into forward, backward, gradient sync and optimizer of one trainer."""
 
-    def __init__(self, injection: Injection) -> None:
+    def __init__(self, injection: Injection, places: Places) -> None:
         """``injection``: the process's own faults; phases that none of them names are not hooked."""
         self._injection = injection
+        self._places = places
         self._hooked: set[str] = set()
         self._state: TrainerState | None = None
         self._microbatch = 0
@@ -42,6 +44,8 @@ class TrainerFaults:
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             self._hook_new_phases()
+            iteration = get_args().curr_iteration + 1
+            self._places.enter("forward" if torch.is_grad_enabled() else "eval", iteration)
             if torch.is_grad_enabled() and get_attr_wrapped_model(args[1], "vp_stage"):
                 pass  # another model chunk of a pipeline that is virtual: the first one counts
             elif torch.is_grad_enabled():
@@ -51,8 +55,11 @@ class TrainerFaults:
                     self.reach("forward")
                 self._microbatch += 1
             else:
-                self.reach("eval", get_args().curr_iteration + 1)
-            return original(*args, **kwargs)
+                self.reach("eval", iteration)
+            output = original(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._places.expect_backward(output, iteration)
+            return output
 
         return forward_step
 
@@ -61,8 +68,16 @@ class TrainerFaults:
         self._microbatch = 0
 
     def install(self, state: TrainerState) -> None:
-        """Hook backward, gradient sync and the gap between Adam and the copy to model parameters, where armed."""
+        """Hook gradient sync; where armed also backward, and the gap between Adam and the copy to the parameters."""
         self._state = state
+        finalize = state.config.finalize_model_grads_func or upstream.finalize_model_grads
+
+        def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+            self._places.enter("grad_sync", get_args().curr_iteration + 1)
+            self.reach("grad_sync")
+            return finalize(*args, **kwargs)
+
+        state.config.finalize_model_grads_func = finalize_model_grads
         self._hook_new_phases()
 
     def _hook_new_phases(self) -> None:
@@ -75,15 +90,6 @@ class TrainerFaults:
             for chunk in self._state.model:
                 for layer in get_attr_wrapped_model(chunk, "decoder").layers[:1]:  # a stage may have none
                     layer.register_forward_hook(self._hook_backward)
-        if "grad_sync" in new:
-            config = self._state.config
-            finalize = config.finalize_model_grads_func or upstream.finalize_model_grads
-
-            def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
-                self.reach("grad_sync")
-                return finalize(*args, **kwargs)
-
-            config.finalize_model_grads_func = finalize_model_grads
         if "optimizer" in new:
             for leaf in leaf_optimizers(self._state.optimizer):
                 leaf._copy_main_params_to_model_params = self._before(leaf._copy_main_params_to_model_params)

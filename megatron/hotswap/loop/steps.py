@@ -22,6 +22,7 @@ from deadpool_ext.replication.gate import wait_committed
 from megatron.hotswap.loop.crosscheck import ParametersDifferError
 from megatron.hotswap.loop.faults import TrainerFaults
 from megatron.hotswap.loop.own_slot import OwnSlot
+from megatron.hotswap.loop.places import Places
 from megatron.hotswap.state import codec, metadata
 from megatron.hotswap.state.cursor import DataCursor
 from megatron.hotswap.state.metadata import TrainerState
@@ -43,6 +44,7 @@ class StepKeeper:
         shards: FlatShards,
         cursor: DataCursor,
         faults: TrainerFaults,
+        places: Places,
         segment_path: str,
     ) -> None:
         """``segment_path``: this rank's arena segment, owned by the node's agent."""
@@ -51,6 +53,7 @@ class StepKeeper:
         self.shards = shards
         self.cursor = cursor
         self.faults = faults
+        self.places = places
         self.segment = Segment.open(segment_path)
         self.board = Board.open(session.board_path)
         self.engine = CopyEngine(on_copy=lambda version, copied: faults.reach("d2h", version.v))
@@ -76,6 +79,7 @@ class StepKeeper:
         original = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            self.places.enter("optimizer", self.captured.v + 1)
             self.faults.reach("gate")
             self.wait_committed()
             self.cross_check()
@@ -101,13 +105,14 @@ class StepKeeper:
             self._mend()
             return self.session.fenced
 
-        waited = wait_committed(
-            self.board,
-            self.session.generation,
-            self.captured,
-            deadline=time.monotonic() + float(self.session.job.options.get("gate_s", 300.0)),
-            should_stop=should_stop,
-        )
+        with self.places.at("gate", self.captured.v + 1):
+            waited = wait_committed(
+                self.board,
+                self.session.generation,
+                self.captured,
+                deadline=time.monotonic() + float(self.session.job.options.get("gate_s", 300.0)),
+                should_stop=should_stop,
+            )
         self.stall_s += waited
         if waited > GATE_EVENT_S:
             self.session.emit("gate_wait", seconds=waited, version=self.captured.v, still_waiting=False)
@@ -183,6 +188,8 @@ class StepKeeper:
         """Upstream logs iteration ``iteration``: close its sample hash and, on the recording rank, report it."""
         self.state.samples_digest = self.cursor.samples.close(self.state.samples_digest)
         now = time.monotonic()
+        self.places.finish_iteration(now - self._previous_end, self.stall_s)
+        self.places.enter("post_step", iteration)
         loss = float(losses["lm loss"]) if "lm loss" in losses else None
         norm = None if grad_norm is None else float(grad_norm)
         record = {
@@ -223,6 +230,7 @@ class StepKeeper:
         """After a restore: report the records that came with it; those already known are dropped by the receiver."""
         self._previous_end = time.monotonic()
         self.stall_s = 0.0
+        self.places.restart()
         self.session.iteration = self.captured.v + 1
         if self._recorder:
             for record in self.state.records:

@@ -8,8 +8,9 @@ skips the regions that are over.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from megatron.hotswap.device.health import break_device, cause_of, probe_device
 from megatron.hotswap.loop import crosscheck
 from megatron.hotswap.loop.crosscheck import ParametersDifferError
 from megatron.hotswap.loop.faults import TrainerFaults
+from megatron.hotswap.loop.places import Places
 from megatron.hotswap.loop.reentry import run_resets
 from megatron.hotswap.loop.steps import StepKeeper
 from megatron.hotswap.loop.unwind import is_communication_error, release_frames, summary
@@ -63,13 +65,20 @@ META_SLACK = 2  # metadata grows a little in the course of a job (counters, Adam
 class ResilientWorker:
     """Ties one process's session, communicators, state and step keeping together. Main thread unless noted."""
 
-    def __init__(self, session: WorkerSession, communicators: Any, sabotage: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        session: WorkerSession,
+        communicators: Any,
+        sabotage: frozenset[str] = frozenset(),
+        places: Places | None = None,
+    ) -> None:
         """``sabotage``: names of restores and resets to leave out, so that tests can show that each one matters."""
         self.session = session
         self.communicators = communicators
         self.sabotage = sabotage
         self.options = session.job.options
-        self.faults = TrainerFaults(session.injection)
+        self.places = places or Places(None)
+        self.faults = TrainerFaults(session.injection, self.places)
         self.cursor = DataCursor(self._fetching)
         self.state: TrainerState | None = None
         self.shards: FlatShards | None = None
@@ -139,7 +148,9 @@ class ResilientWorker:
     def _make_keeper(self, generation: int) -> None:
         assert self.state is not None and self.shards is not None
         ready = self.session.wait_for(ArenaReady, generation, self._deadline("setup_s", 600.0))
-        self.keeper = StepKeeper(self.session, self.state, self.shards, self.cursor, self.faults, ready.segment_path)
+        self.keeper = StepKeeper(
+            self.session, self.state, self.shards, self.cursor, self.faults, self.places, ready.segment_path
+        )
         self.keeper.sabotage = self.sabotage
         self.keeper.check = crosscheck.make_check(self.session, self.state, self.shards, self.keeper.segment)
         self.keeper.guard(self.state.optimizer)
@@ -155,6 +166,7 @@ class ResilientWorker:
         """A newcomer stands where the survivors will be: constructed alone, it waits for its place in a plan."""
         generation = self.session.generation
         self._declare()
+        self.places.enter("recovery", 0)
         self.session.send(
             Constructed(
                 generation=generation,
@@ -280,9 +292,12 @@ class ResilientWorker:
         _, port = self.communicators.open_store(self.session.host)
         return self.session.host, port
 
-    def _fetching(self) -> Any:
-        self.faults.reach("data")
-        return self.session.interruptible()
+    @contextlib.contextmanager
+    def _fetching(self) -> Iterator[None]:
+        with self.places.at("data", get_args().curr_iteration + 1):
+            self.faults.reach("data")
+            with self.session.interruptible():
+                yield
 
     def _is_failure_elsewhere(self, error: BaseException) -> bool:
         told = (FencedError, BoardFencedError, StoppedError, SupersededError, CorruptSlotError, ParametersDifferError)
@@ -292,6 +307,7 @@ class ResilientWorker:
     def _unwound(self, detail: str) -> int:
         """Out of the trainer: wait for the fence if it is not here yet, say what the live tensors hold."""
         assert self.state is not None
+        self.places.enter("recovery", self.session.iteration or 0)
         self._await_fence(detail)
         probe_device()  # what made a neighbour fail may have broken this process too: then it ends, and is forked again
         self.faults.restart()

@@ -72,9 +72,10 @@ def _region_after_train(original: Function, worker: ResilientWorker, phase: str,
     def region(*args: Any, **kwargs: Any) -> Any:
         def body() -> Any:
             # Within train() the forward step announces evaluation.
-            if phase == "save" or worker.training_over:
-                worker.faults.reach(phase, args[iteration_at])
-            return original(*args, **kwargs)
+            with worker.places.at(phase, args[iteration_at]):
+                if phase == "save" or worker.training_over:
+                    worker.faults.reach(phase, args[iteration_at])
+                return original(*args, **kwargs)
 
         return worker.next_region(body) if worker.training_over else body()
 

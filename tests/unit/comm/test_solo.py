@@ -179,10 +179,13 @@ def test_counters_can_live_in_memory_of_somebody_else(communicators: Communicato
     dist.barrier()
     shell.bind_counters(ctypes.addressof(words))
     dist.barrier()
-    assert list(words[:4]) == [3, 2, 2, 0]
+    sequence, *values = words[:5]
+    assert values == [3, 2, 2, 0]  # generation, issued, completed, waiting
+    assert sequence % 2 == 0
+    assert words[6] == 2  # collectives
     shell.bind_counters(0)
     dist.barrier()
-    assert list(words[:4]) == [3, 2, 2, 0]
+    assert list(words[1:5]) == [3, 2, 2, 0]
     assert communicators.counts()["0"].issued == 3
 
 
