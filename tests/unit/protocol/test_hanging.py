@@ -28,7 +28,7 @@ def running() -> Transcript:
 
 
 def ended_after(transcript: Transcript, at_most: float) -> float | None:
-    """Seconds from now to the failure, if there is one in time. Commits go on, so that the job as a whole is no stall."""
+    """Seconds from now to the failure, if there is one in time. Commits go on: the job as a whole does not stall."""
     since = transcript.now
     while transcript.now < since + at_most:
         transcript.now += 0.5
