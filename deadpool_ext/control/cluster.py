@@ -162,7 +162,13 @@ def _run_first(options: NodeOptions, agent: AgentConfig, deadlines: Deadlines, p
         checkpoint=preflight.checkpoint,
         train_iters=preflight.train_iters,
     )
-    start = CoordinatorStart(config=config, run_dir=run_dir, listener=listener, secret=agent.secret)
+    start = CoordinatorStart(
+        config=config,
+        run_dir=run_dir,
+        listener=listener,
+        secret=agent.secret,
+        reachable_at=options.coordinator[0],
+    )
     coordinator = fork_child(partial(run_coordinator, start), logs / "coordinator.log")
     listener.close()
     pid = fork_child(partial(run_agent, agent), logs / agent.node / "agent.log")

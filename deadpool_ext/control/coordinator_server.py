@@ -51,6 +51,7 @@ class CoordinatorStart:
     run_dir: Path
     listener: socket.socket
     secret: bytes = field(repr=False)
+    reachable_at: str = ""  # host name for commands; empty: where it listens
 
 
 class CoordinatorServer:
@@ -69,7 +70,9 @@ class CoordinatorServer:
 
     async def run(self) -> int:
         """Serve until the machine exits; returns the job's exit code."""
+        host, port = self._start.listener.getsockname()[:2]
         server = await asyncio.start_server(self._accept, sock=self._start.listener)
+        self._files.control(self._start.reachable_at or host, port, self._start.secret)
         ticker = asyncio.create_task(self._tick())
         try:
             return await self._exit

@@ -19,6 +19,7 @@ EVENTS: Final = "events.jsonl"
 STEPS: Final = "steps.jsonl"
 FINAL: Final = "final.json"
 STATUS: Final = "status.json"
+CONTROL: Final = "control.json"
 LOGS: Final = "logs"
 
 
@@ -74,8 +75,23 @@ class RunDirectory:
         """Replace status.json atomically."""
         self._replace(STATUS, content, sync=False)
 
+    def control(self, host: str, port: int, secret: bytes) -> None:
+        """Say where the coordinator of the running job can be reached, to whoever may read this user's files.
+
+        The file holds the job's secret: it is made readable by its owner alone, and :meth:`close` removes it.
+        """
+        path = self.path / CONTROL
+        try:
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"host": host, "port": port, "secret": secret.hex()}, file)
+        except OSError as error:
+            self._complain(error)
+
     def close(self) -> None:
         """Flush to disk and close."""
+        (self.path / CONTROL).unlink(missing_ok=True)
         for file in (self._events, self._steps):
             if file is not None:
                 try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deadpool_ext.protocol import checking, ending, failing, forming, hanging, integrity, restoring
+from deadpool_ext.protocol import checking, ending, failing, forming, hanging, integrity, operating, restoring
 from deadpool_ext.protocol import messages as m
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import (
@@ -143,7 +143,7 @@ class Coordinator:
             case FromNode():
                 self._from_node(event, now)
             case FromOperator():
-                self._from_operator(event.message)
+                self._from_operator(event.message, now)
             case NodeLost():
                 if event.node in job.members.members:
                     failing.lose(job, [event.node], event.reason, now, evidence="connection")
@@ -256,11 +256,13 @@ class Coordinator:
         else:
             forming.on_ready_later(job, node, message, now)
 
-    def _from_operator(self, message: Any) -> None:
+    def _from_operator(self, message: Any, now: float) -> None:
         job = self.job
         match message:
             case m.OperatorHello():
                 job.launched.update(message.nodes)
+            case m.OperatorRequest():
+                self._strike(operating.on_request(job, message, now))
             case m.Struck():
                 self._struck(message)
 

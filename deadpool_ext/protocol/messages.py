@@ -485,6 +485,26 @@ class OperatorHello:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorRequest:
+    """A person, or a script, asks something of the running job. ``command``: inject, swap, drain."""
+
+    request: str  # chosen by who asks; the answers carry it
+    command: str
+    arguments: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorAnswer:
+    """The answer to an OperatorRequest, in one line. Not ``final``: accepted, and another one follows."""
+
+    request: str
+    ok: bool
+    final: bool
+    text: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Strike:
     """Coordinator -> operator, or agent (which passes it on to the ranks that do it themselves): do this now."""
 
