@@ -23,13 +23,18 @@ def parse_address(text: str) -> tuple[str, int]:
     epilog="Example, on every node I: deadpool launch --nodes 4 --ranks-per-node 8 --spares 1 --coordinator head:29400 "
     "--node-id I --secret-file ~/.deadpool-secret -- pretrain_gpt.py --deadpool ARGS...",
 )
-@click.option("--nodes", type=int, required=True, help="Nodes that train.")
+@click.option("--nodes", type=int, help="Nodes that train. Without it this node joins a running job, as a spare.")
 @click.option(
     "--ranks-per-node", type=int, default=1, show_default=True, help="Ranks (processes that train) on each node."
 )
 @click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm and idle, that take over.")
 @click.option("--coordinator", required=True, metavar="HOST:PORT", help="Where node 0 can be reached by all nodes.")
-@click.option("--node-id", type=int, required=True, help="0 to nodes + spares - 1; node 0 runs the coordinator.")
+@click.option(
+    "--node-id",
+    required=True,
+    metavar="I|NAME",
+    help="Number or name, different on every node; node 0 runs the coordinator, those from --nodes on are spares.",
+)
 @click.option(
     "--secret-file",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -44,15 +49,15 @@ def parse_address(text: str) -> tuple[str, int]:
 @click.option("--deadline", "deadlines", multiple=True, metavar="NAME=SECONDS", help="On node 0: change a deadline.")
 @click.option("--preload", multiple=True, hidden=True, help="Import these instead of the trainer.")
 @click.option("--preflight", hidden=True, help="module:function that describes the job.")
-@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
 @click.pass_context
 def launch(
     context: click.Context,
-    nodes: int,
+    nodes: int | None,
     ranks_per_node: int,
     spares: int,
     coordinator: str,
-    node_id: int,
+    node_id: str,
     secret_file: Path | None,
     run_dir: Path | None,
     host: str | None,
@@ -61,7 +66,11 @@ def launch(
     preflight: str | None,
     script: tuple[str, ...],
 ) -> None:
-    """Be node I of a protected job; start the same command, with its own --node-id, on every node and spare."""
+    """Be node I of a protected job; start the same command, with its own --node-id, on every node and spare.
+
+    More spares may come at any time: with the same command and another --node-id, or without --nodes and SCRIPT. A
+    spare may leave at any time (Ctrl-C); a node that trains is replaced when it does.
+    """
     address = parse_address(coordinator)
     from deadpool_ext.control import cluster, launcher
 
@@ -69,14 +78,14 @@ def launch(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         spares=spares,
-        node_id=node_id,
+        node=cluster.node_name(node_id),
         coordinator=address,
         argv=script,
         secret_file=secret_file,
         run_dir=run_dir,
         host=host,
         deadlines=parse_deadlines(deadlines),
-        preload=preload or launcher.preload_for(script),
+        preload=preload or (launcher.preload_for(script) if script else launcher.PRELOAD_PROTECTED),
         preflight=preflight or launcher.PREFLIGHT,
     )
     context.exit(cluster.run_node(options))

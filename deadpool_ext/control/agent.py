@@ -78,6 +78,7 @@ from deadpool_ext.protocol.messages import (
     Heartbeat,
     Hello,
     Inspected,
+    Leaving,
     NodeAddress,
     TakeSeat,
     Vital,
@@ -157,7 +158,7 @@ class Agent:
     async def run(self) -> int:
         """Be the node until the job is over; returns the exit code."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._leave, 128 + signal.SIGTERM, "SIGTERM")
+        loop.add_signal_handler(signal.SIGTERM, self._stopped)
         server = await asyncio.start_unix_server(self._accept_worker, path=f"\0{self._socket_name}")
         loop.add_reader(self._fork_server.fileno(), self._on_fork_server)
         for work in (
@@ -208,6 +209,11 @@ class Agent:
             traceback.print_exception(error)
             self._leave(EXIT_BROKEN, f"internal error in the agent: {error!r}")
 
+    def _stopped(self) -> None:
+        """SIGTERM, from the user by way of the launcher: say goodbye, so that nobody has to wonder."""
+        self._send(Leaving(node=self._config.node, reason="it was stopped by its user"))
+        self._leave(128 + signal.SIGTERM, "SIGTERM")
+
     def _leave(self, code: int, reason: str) -> None:
         if not self._left.done():
             self._left.set_result(Leave(code=code, reason=reason))
@@ -252,6 +258,8 @@ class Agent:
             while True:
                 message = await connection.receive()
                 if isinstance(message, Welcome):
+                    role = " as a spare" if message.spare else ""
+                    print(f"deadpool: node {self._config.node} is in job {message.job.job_id}{role}", flush=True)
                     self._heartbeat_s = message.job.options.get("heartbeat_s", DEFAULT_HEARTBEAT_S)
                 self._handle(FromCoordinator(message=message))
         except (WireError, OSError, TimeoutError) as error:

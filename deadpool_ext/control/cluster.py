@@ -1,15 +1,17 @@
 """One node of a job whose nodes are started one by one: by hand, or by a scheduler, one task a node.
 
 Node 0 also runs the coordinator and shows progress. All nodes share a secret, read from a file that only its owner
-may read.
+may read. More nodes than the job was started for may come at any time: they wait as spares.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,24 +41,39 @@ from deadpool_ext.protocol.deadlines import Deadlines
 from deadpool_ext.protocol.types import UsageError
 
 MIN_SECRET_BYTES: Final = 16
+GOODBYE_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """What ``deadpool launch`` was asked for. Node ids from ``nodes`` on are spares."""
+    """What ``deadpool launch`` was asked for. Nodes from number ``nodes`` on are spares, others than ``nI`` too.
 
-    nodes: int
-    ranks_per_node: int
-    spares: int
-    node_id: int
+    ``nodes`` is None for a node that joins a job which others began: it is told everything about it.
+    """
+
+    node: str
     coordinator: tuple[str, int]
-    argv: tuple[str, ...]
+    ranks_per_node: int
+    nodes: int | None = None
+    spares: int = 0
+    argv: tuple[str, ...] = ()
     secret_file: Path | None = None
     run_dir: Path | None = None
     host: str | None = None
     deadlines: dict[str, float] = field(default_factory=dict)
     preload: tuple[str, ...] = PRELOAD
     preflight: str = PREFLIGHT
+
+
+FIRST: Final = "n0"  # it runs the coordinator
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+
+
+def node_name(text: str) -> str:
+    """``--node-id``: a number I means ``nI``. Raises UsageError."""
+    if not _NAME.fullmatch(text):
+        raise UsageError(f"--node-id {text}: give a number, or a name of letters, digits, '.', '_' and '-'")
+    return f"n{int(text)}" if text.isdecimal() else text
 
 
 class _Interrupted(BaseException):
@@ -72,7 +89,7 @@ def run_node(options: NodeOptions) -> int:
     deadlines = Deadlines.from_options(options.deadlines)
     host = options.host or local_address(options.coordinator)
     agent = AgentConfig(
-        node=f"n{options.node_id}",
+        node=options.node,
         job_id=f"{os.getpid():x}",
         workers=options.ranks_per_node,
         coordinator=options.coordinator,
@@ -82,23 +99,22 @@ def run_node(options: NodeOptions) -> int:
     )
     printer = ProgressPrinter()
     try:
-        if options.node_id == 0:
+        if options.node == FIRST:
             return _run_first(options, agent, deadlines, printer)
         preload(options.preload, printer, None)
         processes.adopt_orphans()
-        return _wait(fork_child(partial(run_agent, agent), None))
+        return _wait(options.node, fork_child(partial(run_agent, agent), None))
     finally:
         end_everything()
 
 
 def _check(options: NodeOptions) -> None:
-    if options.nodes < 1 or options.ranks_per_node < 1 or options.spares < 0:
+    if options.ranks_per_node < 1 or options.spares < 0 or (options.nodes is not None and options.nodes < 1):
         raise UsageError("--nodes and --ranks-per-node must be at least 1, --spares not negative")
-    if not 0 <= options.node_id < options.nodes + options.spares:
-        raise UsageError(
-            f"--node-id {options.node_id}: {options.nodes} nodes and {options.spares} spares have ids 0 to "
-            f"{options.nodes + options.spares - 1}"
-        )
+    if options.nodes is None:
+        if options.node == FIRST:
+            raise UsageError("node 0 begins a job: --nodes is needed; to join one, take another --node-id")
+        return
     if not options.argv or not Path(options.argv[0]).is_file():
         raise UsageError(f"no such script: {options.argv[0] if options.argv else '(none given)'}")
     if PROTECTED_FLAG not in options.argv:
@@ -109,7 +125,7 @@ def read_secret(options: NodeOptions) -> bytes:
     """The job's secret. A job of one node needs none given. Raises UsageError."""
     path = options.secret_file
     if path is None:
-        if options.nodes + options.spares == 1:
+        if options.nodes == 1 and not options.spares and options.node == FIRST:
             return new_secret()
         raise UsageError("--secret-file is needed: the same file, with random content, on every node (chmod 600)")
     try:
@@ -137,6 +153,7 @@ def local_address(coordinator: tuple[str, int]) -> str:
 
 
 def _run_first(options: NodeOptions, agent: AgentConfig, deadlines: Deadlines, printer: ProgressPrinter) -> int:
+    assert options.nodes is not None
     run_dir = prepare_run_directory(options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     logs = run_dir / LOGS
     preload(options.preload, printer, logs / "preload.log")
@@ -179,8 +196,8 @@ def _run_first(options: NodeOptions, agent: AgentConfig, deadlines: Deadlines, p
     return operate(children, printer, options.coordinator, agent.secret, run_dir=run_dir, needed=0)
 
 
-def _wait(pid: int) -> int:
-    """Wait for the agent; a signal ends it, and with it the node."""
+def _wait(node: str, pid: int) -> int:
+    """Wait for the agent; a signal makes it say goodbye to the job, and end with its node."""
 
     def interrupt(number: int, frame: object) -> None:
         raise _Interrupted(number)
@@ -190,6 +207,13 @@ def _wait(pid: int) -> int:
     try:
         _, status = os.waitpid(pid, 0)
     except _Interrupted as stop:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        print(f"deadpool: node {node} leaves the job ({signal.Signals(stop.number).name})", file=sys.stderr)
+        processes.send_signal(pid, signal.SIGTERM)
+        end = time.monotonic() + GOODBYE_S
+        while processes.reap(pid) is None and time.monotonic() < end:
+            time.sleep(0.01)
         return 128 + stop.number
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

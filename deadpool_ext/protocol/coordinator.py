@@ -203,6 +203,9 @@ class Coordinator:
                     )
                 )
                 return
+            case m.Leaving():
+                failing.lose(job, [node], message.reason, now, evidence="left")
+                return
             case m.HealthReport():
                 checking.on_report(job, node, message, now)
                 return

@@ -19,13 +19,14 @@ from deadpool_ext.protocol.types import NodeId, Rank
 def lose(job: Job, nodes: Sequence[NodeId], reason: str, now: float, *, evidence: str, fruitless: bool = False) -> None:
     """Nodes are gone, or are given up: remove them, then do what the state asks for.
 
-    ``evidence``: ``connection`` (it ended), ``silence`` (no heartbeat) or the name of a deadline or limit.
+    ``evidence``: ``connection`` (it ended), ``left`` (its own word), ``silence`` (no heartbeat), or the name of a
+    deadline or limit.
     ``fruitless``: the loss is our decision after failures that may well return.
     """
     lost: dict[NodeId, tuple[Rank, ...]] = {}
     failures: list[Failure] = []
     for node in nodes:
-        if evidence != "connection":
+        if evidence not in ("connection", "left"):
             job.send([node], Shutdown(code=3, reason=f"given up: {reason}"))
             job.out.append(Disconnect(node=node))
         seats = job.members.remove(node, reason)

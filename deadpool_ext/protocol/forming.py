@@ -37,6 +37,11 @@ def on_hello(job: Job, message: Hello, connection: int, now: float) -> None:
     job.out.append(Send(node=message.node, message=Welcome(job=job.config.job, spare=spare)))
 
 
+def _expected(job: Job) -> set[NodeId]:
+    """Names that the launchers give to the nodes that the job was started with; others may come too."""
+    return {f"n{number}" for number in range(job.config.nodes + job.config.spares)}
+
+
 def on_ready_forming(job: Job, node: NodeId, message: NodeReady, now: float) -> None:
     """A node is warm: start as soon as all nodes that can still come are."""
     job.members.members[node].ready = True
@@ -76,10 +81,10 @@ def on_join_over(job: Job, subject: str, now: float) -> None:
 
 
 def on_lost_forming(job: Job, lost: list[NodeId], reason: str, now: float) -> None:
-    """Nodes left before the start."""
-    job.departed.update(lost)
+    """Nodes left before the start. One that nobody had counted on changes nothing by leaving."""
+    job.departed.update(set(lost) & _expected(job))
     left = job.config.nodes + job.config.spares - len(job.departed)
-    if left < job.config.nodes:
+    if left < job.config.nodes and len(job.members.members) < job.config.nodes:
         ending.stop(
             job, 3, f"lost node {', '.join(lost)} during set-up ({reason}): {left} of {job.config.nodes} nodes are left"
         )
@@ -90,7 +95,8 @@ def on_lost_forming(job: Job, lost: list[NodeId], reason: str, now: float) -> No
 def start(job: Job, now: float) -> None:
     """Seat the first nodes by name and construct everywhere together."""
     layout = job.config.job.layout
-    warm = job.members.in_order(ready=True)
+    expected = _expected(job)
+    warm = sorted(job.members.in_order(ready=True), key=lambda node: node not in expected)  # guests come last
     fit = [node for node in warm if not job.members.members[node].unfit]
     chosen = [*fit, *(node for node in warm if node not in fit)][: job.config.nodes]
     job.members.seat([node for node in warm if node in chosen])

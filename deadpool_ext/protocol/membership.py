@@ -60,7 +60,10 @@ class Membership:
         if hello.node in self.gone:
             return f"node {hello.node} was given up ({self.gone[hello.node]}); join under another name"
         if hello.workers < self.layout.ranks_per_node:
-            return f"{hello.workers} workers, but a node of this job fills {self.layout.ranks_per_node} seats"
+            return (
+                f"{hello.workers} workers, but a node of this job fills {self.layout.ranks_per_node} seats: "
+                f"start it with --ranks-per-node {self.layout.ranks_per_node}"
+            )
         return None
 
     def admit(self, hello: Hello, now: float) -> Member:

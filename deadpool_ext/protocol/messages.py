@@ -57,6 +57,14 @@ class NodeReady:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Leaving:
+    """The node leaves the job by its own will, at once: its user stopped it."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
     """A thread of a worker waits for others in an operation of a group."""
 

@@ -264,3 +264,39 @@ def test_a_loss_at_the_end_is_harmless() -> None:
     lines = transcript.run("lost n1 gone")
     assert any("node_lost" in line for line in lines)
     assert transcript.run("n2 WorkerExited rank=2")[-1] == "exit 0: training finished"
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.STOPPED])
+def test_f1_a_node_joins_and_leaves_in_every_state(state: State) -> None:
+    """Nobody but the newcomer is told anything, no deadline moves, and the job goes on as if it had not been there."""
+    transcript = in_state(state)
+    job = transcript.coordinator.job
+    before = (job.state, job.generation, job.timers.earliest, list(job.members.seat_nodes))
+    for command in (
+        "n9 Hello",
+        "n9 NodeReady",
+        "n9 Leaving reason=bye",
+        "n8 Hello",
+        "n8 NodeReady",
+        "lost n8 power cut",
+    ):
+        effects = transcript.run(command)
+        assert not [
+            line
+            for line in effects
+            if line.startswith("-> ") and not line.startswith(("-> n8", "-> n9", "-> operators"))
+        ]
+        assert (job.state, job.generation, job.timers.earliest, list(job.members.seat_nodes)) == before
+        assert ("n9" in job.members.members) == (command in ("n9 Hello", "n9 NodeReady"))
+    if job.members.seat_nodes:
+        assert any("spare_left" in line for line in effects)
+
+
+@pytest.mark.parametrize("state", [State.FENCING, State.RECOVERING, State.RESUMING])
+def test_f1_the_chosen_spare_dies_during_the_swap_and_the_next_takes_over(state: State) -> None:
+    transcript = in_state(state)
+    job = transcript.coordinator.job
+    assert job.members.seat_nodes == ["n0", "n3", "n2"]
+    effects = transcript.run("lost n3 gone")
+    assert job.members.seat_nodes == ["n0", "n4", "n2"] and job.state is State.FENCING and job.generation == 2
+    assert any(line.startswith("-> n4 Assign") for line in effects), effects

@@ -206,6 +206,8 @@ class Transcript:
             case "Hello":
                 address = m.NodeAddress(node=node, host="host", port=1)
                 return m.Hello(node=node, pid=1, workers=int(given.get("workers", "8")), address=address)
+            case "Leaving":
+                return m.Leaving(node=node, reason=given["reason"])
             case "NodeReady":
                 return m.NodeReady(node=node)
             case "WorkerSeated":
