@@ -66,11 +66,17 @@ class GroupSpec:
     group_rank: int
     request: BackendRequest
     options: Any = field(default=None, compare=False)
+    description: str = field(default="", compare=False)  # what its creator calls it
 
     @property
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    @property
+    def shown(self) -> str:
+        """A name for people, the same on every member and no other group's."""
+        return f"{self.description} {self.name}" if self.description else self.name
 
     @property
     def order(self) -> tuple[int, int, str]:

@@ -33,7 +33,8 @@ class TorchPatch:
 
     def __init__(self, communicators: Communicators) -> None:
         self._communicators = communicators
-        self._request: BackendRequest | None = None  # of the group being made, by the one thread that makes groups
+        self._request: BackendRequest | None = None
+        self._description = ""  # of the group being made, by the one thread that makes groups
         self._undo: list[Callable[[], None]] = []
 
     def apply(self) -> None:
@@ -91,15 +92,16 @@ class TorchPatch:
             group_rank=int(options.group_rank),
             request=request,
             options=backend_options,
+            description=self._description,
         )
         return self._communicators.create(spec, options.timeout.total_seconds())
 
-    def _making[T](self, request: BackendRequest, make: Callable[[], T]) -> T:
-        self._request = request
+    def _making[T](self, request: BackendRequest, make: Callable[[], T], description: str | None = None) -> T:
+        self._request, self._description = request, description or ""
         try:
             return make()
         finally:
-            self._request = None
+            self._request, self._description = None, ""
 
     def _init_process_group(self, original: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(original)
@@ -128,7 +130,8 @@ class TorchPatch:
             bound = signature.bind(*args, **kwargs)
             request = self._communicators.request(bound.arguments.get("backend"))
             bound.arguments["backend"] = request.torch_name
-            return self._making(request, lambda: original(*bound.args, **bound.kwargs))
+            description = bound.arguments.get("group_desc")
+            return self._making(request, lambda: original(*bound.args, **bound.kwargs), description)
 
         return _new_group_with_tag
 
