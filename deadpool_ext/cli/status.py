@@ -23,6 +23,8 @@ OVER: Final = frozenset({"stopped", "interrupted"})
 #: Several an iteration: passed over before they are parsed.
 _FREQUENT: Final = tuple(f'"event": "{name}"'.encode() for name in ("gate_wait", "snapshot_sealed", "replica_sealed"))
 _TAIL_BYTES: Final = 4 << 20
+STILL_SHOWN_S: Final = 5.0
+_PLACES_OF_WAITING: Final = frozenset({"gate", "setup", "recovery"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +131,7 @@ def render(run: RunStatus) -> Group:
         line = ProgressPrinter().step_line(run.last_step).partition("  generation")[0]
         parts.append(Text(f"last finished {line}"))
     parts.append(_node_table(status))
+    parts += [Text(line, style="yellow") for line in _still(status) if not run.over]
     # Not cut to the terminal's width: the end of a line is its reason.
     parts += [Text(f"{time.strftime('%H:%M:%S', time.localtime(when))} {text}") for when, text in run.told]
     return Group(*parts)
@@ -163,6 +166,16 @@ def _node_table(status: Mapping[str, Any]) -> Table:
     for node, reason in (status.get("lost") or {}).items():
         table.add_row(node, "lost", str(reason), style="red")
     return table
+
+
+def _still(status: Mapping[str, Any]) -> list[str]:
+    """Ranks that do not move and wait for nobody."""
+    return [
+        f"rank {row['rank']} on {row['node']} stands still in {row['place']} of iteration {row['iteration']} "
+        f"for {_age(row['still_s'])}"
+        for row in status.get("ranks") or ()
+        if row["still_s"] >= STILL_SHOWN_S and not row["waits"] and row["place"] not in _PLACES_OF_WAITING
+    ]
 
 
 @click.command(short_help="How a run stands: state, nodes, seats, recent events.")

@@ -138,7 +138,13 @@ def _report(job: Job, seats: Sequence[Seat], standstill: Standstill, now: float)
         seconds=round(standstill.still_s, 1),
         limit=_finite(limit_s(job, seats, standstill)),
         waiting=[
-            {"rank": one.rank, "operation": one.operation, "group": one.group, "number": one.number}
+            {
+                "rank": one.rank,
+                "operation": one.operation,
+                "group": one.group,
+                "number": one.number,
+                "others": list(one.others),
+            }
             for one in standstill.held
         ],
     )
@@ -204,9 +210,9 @@ def _mismatch(held: Iterable[Held]) -> str:
     for one in held:
         if one.number:
             operations.setdefault((one.group, one.number), set()).add(one.operation)
-    for (group, number), names in sorted(operations.items()):
+    for (group, _), names in sorted(operations.items()):
         if len(names) > 1:
-            return f", in different operations of {group}, number {number} ({', '.join(sorted(names))})"
+            return f", in different operations of {group} ({', '.join(sorted(names))})"
     return ""
 
 

@@ -58,16 +58,20 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A rank that waits, and in what (``group`` and ``number`` are empty at the gate)."""
+    """A rank that waits, and in what (``group`` is empty at the gate, ``number`` is 0 there and point to point).
+    ``others``: the other members of the group, or the peer."""
 
     rank: Rank
     operation: str
     group: str = ""
     number: int = 0
+    others: tuple[Rank, ...] = ()
 
     def __str__(self) -> str:
-        where = f" of {self.group}" if self.group else ""
-        return f"rank {self.rank} in {self.operation}{f' {self.number}' if self.number else ''}{where}"
+        """For people."""
+        shown = ", ".join(str(rank) for rank in self.others[:4]) + (", ..." if len(self.others) > 4 else "")
+        whose = f" of {self.group} with {shown}" if self.group else ""
+        return f"rank {self.rank} {'in' if self.group else 'at'} {self.operation}{whose}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +185,8 @@ def _held(by_rank: Mapping[Rank, Seat], points: Iterable[Point], but: Rank | Non
             continue
         seat = by_rank[rank]
         for wait in seat.waits:
-            held.append(Held(rank=rank, operation=wait.operation, group=wait.group, number=wait.number))
+            one = Held(rank=rank, operation=wait.operation, group=wait.group, number=wait.number, others=wait.peers)
+            held.append(one)
         if seat.place == GATE:
             held.append(Held(rank=rank, operation="the gate"))
     return tuple(sorted(held, key=lambda one: (one.rank, one.group, one.number, one.operation)))

@@ -118,6 +118,17 @@ def test_status_command(run_dir: Path) -> None:
     assert machine["state"] == "stopped" and machine["exit_code"] == 0 and machine["last_step"]["iteration"] == 8
 
 
+def test_status_shows_ranks_that_stand_still_and_wait_for_nobody(run_dir: Path) -> None:
+    still = {"rank": 3, "node": "n1", "place": "data", "iteration": 5, "still_s": 31.0, "waits": []}
+    ranks = [still, still | {"rank": 0, "waits": ["allreduce of tp"]}, still | {"rank": 1, "still_s": 0.5}]
+    files = RunDirectory(run_dir)
+    files.status(CONTENT | {"state": "running", "ranks": ranks})
+    files.close()
+    output = CliRunner().invoke(status, [str(run_dir)]).output
+    assert "rank 3 on n1 stands still in data of iteration 5 for 31 s" in output
+    assert output.count("stands still") == 1
+
+
 def test_no_run_directory_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run directory"):
         read_status(tmp_path, events=5)
