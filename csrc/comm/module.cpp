@@ -69,6 +69,12 @@ c10::DeviceType device_type(const std::string& name) {
   return name == "cuda" ? c10::kCUDA : c10::kCPU;
 }
 
+// What the communicator for accelerator tensors says of itself, as c10d's ErrorType: 0 is none, or no such communicator.
+int error(Shell& shell) {
+  const auto inner = shell.inner(c10::kCUDA);
+  return inner ? static_cast<int>(inner->getError()) : 0;
+}
+
 // Methods that only some communicators have, called from Python on the group's backend (Megatron's NCCL allocator).
 py::object forward(Shell& shell, const char* method, const py::args& args, const py::kwargs& kwargs) {
   BackendPtr inner;
@@ -132,6 +138,7 @@ PYBIND11_MODULE(_shell, m) {
       .def("fence", &Shell::fence, py::arg("generation"), no_gil)
       .def("release", &Shell::release, no_gil)
       .def("inner", [](Shell& shell, const std::string& device) { return shell.inner(device_type(device)); })
+      .def("error", &error, no_gil)
       .def("total", &Shell::total, py::arg("kind"))
       .def("counts", &counts)
       .def(

@@ -23,6 +23,7 @@ from deadpool_ext.comm.pulse import Pulse
 
 _MAX_RETIRING = 512  # old communicators not destroyed yet; more means that something keeps them
 _RETIRE_PATIENCE_S = 5.0
+_ERRORS = {1: "timeout", 2: "communication error", 3: "remote error"}  # c10d's ErrorType
 _GRACE_S = 10.0  # by which a connecting thread may outlive its deadline before it is abandoned
 
 
@@ -249,6 +250,13 @@ class Communicators:
             )
             for group in groups
         }
+
+    def errors(self) -> dict[str, str]:
+        """Groups whose NCCL communicator has an error of its own, and what it is. Any thread; waits for nothing."""
+        with self._lock:
+            groups = list(self._groups.values())
+        found = {group.spec.shown: group.shell.error() for group in groups}
+        return {name: _ERRORS.get(error, f"error {error}") for name, error in found.items() if error}
 
     def solo_operations(self) -> int:
         """Operations answered without peers since the beginning (groups of one member not counted)."""

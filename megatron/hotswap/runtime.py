@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from deadpool_ext.comm.pulse import Pulse
 from deadpool_ext.comm.registry import Communicators
 from deadpool_ext.comm.torch_patch import patch_torch
+from deadpool_ext.comm.watcher import ErrorWatcher
 from deadpool_ext.control import session as control
+from deadpool_ext.control.session import SessionLostError, WorkerSession
+from deadpool_ext.protocol.messages import CollectiveFailed
 from deadpool_ext.protocol.types import UsageError
 from megatron.hotswap.loop.places import Places
 from megatron.hotswap.loop.worker import ResilientWorker
@@ -19,6 +24,11 @@ from megatron.hotswap.patches.table import PATCHES
 from megatron.hotswap.versions import MEGATRON
 
 SABOTAGE_VARIABLE = "DEADPOOL_TEST_SABOTAGE"  # names of resets and restores to leave out: tests of the tests only
+
+
+def _report_error(session: WorkerSession, generation: int, detail: str) -> None:
+    with contextlib.suppress(SessionLostError):  # then this process ends anyway
+        session.send(CollectiveFailed(generation=generation, rank=session.rank, detail=detail))
 
 
 def protect(launch: Callable[[], Any]) -> None:
@@ -41,6 +51,8 @@ def protect(launch: Callable[[], Any]) -> None:
         session.emit("warning", text=f"sabotaged for a test: {', '.join(sorted(sabotage))}")
     verify(BASE_PATCHES, MEGATRON)  # launch applies them later, when upstream has parsed its arguments
     apply(PATCHES, worker, MEGATRON)
+    if communicators.accelerator:
+        ErrorWatcher(communicators, partial(_report_error, session)).start()
     worker.connect_first()
     leaving: SystemExit | None = None
     try:

@@ -18,6 +18,7 @@ from deadpool_ext.control.agent_events import (
     FreezeReplicator,
     FromCoordinator,
     FromWorker,
+    InspectWorker,
     KillWorker,
     Leave,
     ReplicatorEnded,
@@ -46,6 +47,7 @@ from deadpool_ext.protocol.messages import (
     Fetched,
     FetchFailed,
     HostStore,
+    Inspect,
     JobSpec,
     NodeAddress,
     NodeReady,
@@ -322,6 +324,32 @@ def test_a_half_way_newcomer_is_replaced_when_its_seat_is_assigned_again(driver:
     assert [effect.token for effect in of(effects, KillWorker)] == driver.tokens[:2]
     assert len(of(effects, ForkWorkers)[0].tokens) == 2
     assert driver.event(WorkerEnded(token=driver.tokens[0], status=-9)) == []
+
+
+def test_a_worker_that_hangs_is_killed_before_anybody_else_gets_its_seat_and_no_fence_waits_for_it(
+    driver: Driver,
+) -> None:
+    driver.seated()
+    hung = driver.tokens[1]
+    driver.told(Fence(generation=1, reason=""))
+    driver.event(ReplicatorFrozen(generation=1))
+    driver.unwind(driver.tokens[0], 0, 1)  # the other one answers before the agent hears who hangs
+    effects = driver.told(Assign(generation=1, seats=(1,), solo=True))
+    kinds = [type(effect) for effect in effects]
+    assert effects[0] == KillWorker(token=hung)
+    assert kinds.index(KillWorker) < kinds.index(ForkWorkers) < kinds.index(SendFenceAck)
+    assert [state.rank for state in of(effects, SendFenceAck)[0].workers] == [0]
+    assert driver.machine.seats() == [(driver.tokens[0], 0)]
+    taken = driver.join(driver.tokens[-1])
+    assert [effect.message.rank for effect in of(taken, ToWorker)] == [1]
+    assert driver.event(WorkerEnded(token=hung, status=-9)) == []
+
+
+def test_stacks_are_read_of_workers_that_are_here(driver: Driver) -> None:
+    driver.seated()
+    assert driver.told(Inspect(rank=1, number=5)) == [InspectWorker(token=driver.tokens[1], rank=1, number=5)]
+    (answer,) = sent(driver.told(Inspect(rank=3, number=6)))
+    assert (answer.number, answer.stack, answer.problem) == (6, (), "node n0 has no process of this rank")
 
 
 def test_the_scripts_own_error_travels_with_its_end(driver: Driver) -> None:
