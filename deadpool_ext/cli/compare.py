@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+from deadpool_ext.control.operator_client import is_running
+from deadpool_ext.control.rundir import EVENTS, FINAL
+from deadpool_ext.protocol.types import UsageError
 from deadpool_ext.rundir.compare import first_difference, read_run, summary
 
 
@@ -23,6 +26,18 @@ def compare(ctx: click.Context, dir_a: Path, dir_b: Path) -> None:
     \b
     Exit code 0: identical.  1: not; the first difference is printed.  2: a file is missing or unreadable.
     """
+    for directory in (dir_a, dir_b):
+        if (directory / EVENTS).exists() and not (directory / FINAL).exists():
+            running = is_running(directory)
+            why = (
+                "the job is still running"
+                if running
+                else "the job was killed before its end"
+                if running is False
+                else ""
+            )
+            if why:
+                raise UsageError(f"{directory}: {why}; there is no final state to compare")
     a, b = read_run(dir_a), read_run(dir_b)
     difference = first_difference(a, b)
     if difference is not None:

@@ -24,11 +24,15 @@ def parse_address(text: str) -> tuple[str, int]:
     "--node-id I --secret-file ~/.deadpool-secret -- pretrain_gpt.py --deadpool ARGS...",
 )
 @click.option("--nodes", type=int, help="Nodes that train. Without it this node joins a running job, as a spare.")
-@click.option(
-    "--ranks-per-node", type=int, default=1, show_default=True, help="Ranks (processes that train) on each node."
-)
+@click.option("--ranks-per-node", type=int, help="Ranks (processes that train) on each node.  [default: 1]")
 @click.option("--spares", type=int, default=0, show_default=True, help="Nodes more, warm and idle, that take over.")
-@click.option("--coordinator", required=True, metavar="HOST:PORT", help="Where node 0 can be reached by all nodes.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Where node 0 can be reached by all nodes.")
+@click.option(
+    "--join",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Join, as a spare, the running job whose run directory is DIR: its address, secret and size are found there.",
+)
 @click.option(
     "--node-id",
     required=True,
@@ -54,9 +58,10 @@ def parse_address(text: str) -> tuple[str, int]:
 def launch(
     context: click.Context,
     nodes: int | None,
-    ranks_per_node: int,
+    ranks_per_node: int | None,
     spares: int,
-    coordinator: str,
+    coordinator: str | None,
+    join: Path | None,
     node_id: str,
     secret_file: Path | None,
     run_dir: Path | None,
@@ -68,20 +73,27 @@ def launch(
 ) -> None:
     """Be node I of a protected job; start the same command, with its own --node-id, on every node and spare.
 
-    More spares may come at any time: with the same command and another --node-id, or without --nodes and SCRIPT. A
-    spare may leave at any time (Ctrl-C); a node that trains is replaced when it does.
+    More spares may come at any time: with the same command and another --node-id, without --nodes and SCRIPT, or
+    with --join DIR. A spare may leave at any time (Ctrl-C); a node that trains is replaced when it does.
     """
-    address = parse_address(coordinator)
     from deadpool_ext.control import cluster, launcher
+
+    if join is not None and (nodes is not None or coordinator is not None or secret_file is not None or script):
+        raise UsageError("--join DIR takes the place of --nodes, --coordinator, --secret-file and the script")
+    if join is None and coordinator is None:
+        raise UsageError("--coordinator HOST:PORT is needed (or, to join a running job as a spare, --join DIR)")
+    found = cluster.find_job(join) if join is not None else None
+    address = found.coordinator if found is not None else parse_address(coordinator or "")
 
     options = cluster.NodeOptions(
         nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=ranks_per_node or (found.ranks_per_node if found is not None else 1),
         spares=spares,
         node=cluster.node_name(node_id),
         coordinator=address,
         argv=script,
         secret_file=secret_file,
+        secret=found.secret if found is not None else None,
         run_dir=run_dir,
         host=host,
         deadlines=parse_deadlines(deadlines),

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from deadpool_ext.control.operator_client import is_running
 from deadpool_ext.control.progress import ProgressPrinter
 from deadpool_ext.control.rundir import EVENTS, FINAL, STATUS, STEPS
 from deadpool_ext.protocol.types import UsageError
@@ -25,6 +26,7 @@ _FREQUENT: Final = tuple(f'"event": "{name}"'.encode() for name in ("gate_wait",
 _TAIL_BYTES: Final = 4 << 20
 STILL_SHOWN_S: Final = 5.0
 _PLACES_OF_WAITING: Final = frozenset({"gate", "setup", "recovery"})
+_NEVER_WRAPPED: Final = 10_000  # columns: a terminal breaks lines by itself, and in a pipe a line stays a line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,17 +39,19 @@ class RunStatus:
     age_s: float  # since the last file of the run was written
     last_step: dict[str, Any] | None
     events: tuple[dict[str, Any], ...]  # the last ones, oldest first, without those of every iteration
+    running: bool | None  # whether the coordinator was there just now; None: cannot be told from here
     told: tuple[tuple[float, str], ...]  # the last ones that people are told: unix seconds and a line
 
     @property
     def over(self) -> bool:
-        """The job has ended."""
-        return self.status.get("state") in OVER
+        """The job has ended, or was ended."""
+        return self.status.get("state") in OVER or self.running is False
 
     def to_json(self) -> dict[str, Any]:
         """One plain object for scripts."""
         return self.status | {
             "run_dir": str(self.directory),
+            "running": self.running,
             "exit_code": self.exit_code,
             "age_seconds": round(self.age_s, 3),
             "last_step": self.last_step,
@@ -73,6 +77,7 @@ def read_status(directory: Path, events: int) -> RunStatus:
         directory=directory,
         status=status,
         exit_code=_exit_code(directory / FINAL),
+        running=False if status.get("state") in OVER else is_running(directory),
         age_s=max(0.0, time.time() - max(_written(directory / name) for name in (STATUS, STEPS, EVENTS))),
         last_step=steps[-1] if steps else None,
         events=tuple(recent[-events:] if events else ()),
@@ -140,7 +145,9 @@ def render(run: RunStatus) -> Group:
 def _state(run: RunStatus) -> str:
     state, reason = str(run.status.get("state")), run.status.get("reason")
     if not run.over:
-        return state
+        return state if run.running else f"{state}, when last heard of: its coordinator does not answer"
+    if state not in OVER:
+        return f"not running any more: it was killed while {state}"
     if run.exit_code == 0:
         return "done"
     if reason and str(reason).startswith(state):
@@ -187,7 +194,7 @@ def _still(status: Mapping[str, Any]) -> list[str]:
 def status(directory: Path, watch: bool, as_json: bool, events: int, interval: float) -> None:
     """Show state, nodes, seats and recent events of the run whose run directory is DIR, running or over.
 
-    A job that is killed from outside cannot say so: look at how long ago something was last written.
+    A job that was killed from outside could not say so: its coordinator is asked whether it is still there.
     """
     run = read_status(directory, events)
     if as_json:
@@ -197,10 +204,10 @@ def status(directory: Path, watch: bool, as_json: bool, events: int, interval: f
             run = read_status(directory, events)
             click.echo(json.dumps(run.to_json()))
         return
-    console = Console()
     if not watch:
-        console.print(render(run))
+        Console(width=_NEVER_WRAPPED).print(render(run))
         return
+    console = Console()
     with Live(render(run), console=console, auto_refresh=False) as live:
         while not run.over:
             time.sleep(interval)

@@ -6,6 +6,7 @@ may read. More nodes than the job was started for may come at any time: they wai
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -32,9 +33,10 @@ from deadpool_ext.control.launcher import (
     preload,
 )
 from deadpool_ext.control.operator import Children
+from deadpool_ext.control.operator_client import is_running, whereabouts
 from deadpool_ext.control.preflight import run_preflight
 from deadpool_ext.control.progress import ProgressPrinter
-from deadpool_ext.control.rundir import LOGS, prepare_run_directory
+from deadpool_ext.control.rundir import LOGS, STATUS, kept_if_usable, prepare_run_directory
 from deadpool_ext.control.wire import new_secret
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.deadlines import Deadlines
@@ -58,6 +60,7 @@ class NodeOptions:
     spares: int = 0
     argv: tuple[str, ...] = ()
     secret_file: Path | None = None
+    secret: bytes | None = field(default=None, repr=False)  # instead of the file
     run_dir: Path | None = None
     host: str | None = None
     deadlines: dict[str, float] = field(default_factory=dict)
@@ -74,6 +77,30 @@ def node_name(text: str) -> str:
     if not _NAME.fullmatch(text):
         raise UsageError(f"--node-id {text}: give a number, or a name of letters, digits, '.', '_' and '-'")
     return f"n{int(text)}" if text.isdecimal() else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundJob:
+    """A running job, from its run directory."""
+
+    coordinator: tuple[str, int]
+    secret: bytes = field(repr=False)
+    ranks_per_node: int
+
+
+def find_job(run_dir: Path) -> FoundJob:
+    """What a node that joins must know. Raises UsageError where there is no running job."""
+    host, port, secret = whereabouts(run_dir)
+    if is_running(run_dir) is False:
+        raise UsageError(f"{run_dir}: nobody answers at {host}:{port}: the job is not running")
+    try:
+        nodes = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))["nodes"]
+        width = max((len(node["seats"]) for node in nodes.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{run_dir / STATUS}: not readable ({error!r})") from error
+    if not width:
+        raise UsageError(f"{run_dir}: the job has not begun yet; try again, or give --coordinator and --secret-file")
+    return FoundJob(coordinator=(host, port), secret=secret, ranks_per_node=width)
 
 
 class _Interrupted(BaseException):
@@ -124,6 +151,8 @@ def _check(options: NodeOptions) -> None:
 def read_secret(options: NodeOptions) -> bytes:
     """The job's secret. A job of one node needs none given. Raises UsageError."""
     path = options.secret_file
+    if options.secret is not None:
+        return options.secret
     if path is None:
         if options.nodes == 1 and not options.spares and options.node == FIRST:
             return new_secret()
@@ -153,8 +182,16 @@ def local_address(coordinator: tuple[str, int]) -> str:
 
 
 def _run_first(options: NodeOptions, agent: AgentConfig, deadlines: Deadlines, printer: ProgressPrinter) -> int:
+    run_dir = (options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    with kept_if_usable(run_dir):
+        return _run_in(run_dir, options, agent, deadlines, printer)
+
+
+def _run_in(
+    run_dir: Path, options: NodeOptions, agent: AgentConfig, deadlines: Deadlines, printer: ProgressPrinter
+) -> int:
     assert options.nodes is not None
-    run_dir = prepare_run_directory(options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    prepare_run_directory(run_dir)
     logs = run_dir / LOGS
     preload(options.preload, printer, logs / "preload.log")
     preflight = run_preflight(

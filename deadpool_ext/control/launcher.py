@@ -28,7 +28,7 @@ from deadpool_ext.control.operator import Children, Operator
 from deadpool_ext.control.plain import run_plain
 from deadpool_ext.control.preflight import Preflight, run_preflight
 from deadpool_ext.control.progress import ProgressPrinter, summary_lines
-from deadpool_ext.control.rundir import EVENTS, FINAL, LOGS, STATUS, prepare_run_directory
+from deadpool_ext.control.rundir import CONTROL, EVENTS, FINAL, LOGS, STATUS, kept_if_usable, prepare_run_directory
 from deadpool_ext.control.wire import new_secret
 from deadpool_ext.control.worker import redirect_output
 from deadpool_ext.protocol.config import CoordinatorConfig
@@ -88,12 +88,21 @@ def preload_for(argv: tuple[str, ...]) -> tuple[str, ...]:
 
 def run_local(options: LocalOptions) -> int:
     """Run a job to its end; returns its exit code. Raises UsageError before anything was started."""
-    plan = check(options)
+    run_dir = (options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    with kept_if_usable(run_dir):
+        return _run_local(options, run_dir)
+
+
+def _run_local(options: LocalOptions, run_dir: Path) -> int:
+    plan = check(options, run_dir)
     printer = ProgressPrinter()
     preload(options.preload, printer, plan.run_dir / LOGS / "preload.log")
     preflight = run_preflight(
         options.preflight, plan.argv, options.nodes, options.ranks_per_node, plan.run_dir / LOGS / "preflight.log"
     )
+    for fault in plan.faults:
+        if preflight.train_iters is not None and (fault.step or 0) > preflight.train_iters:
+            raise UsageError(f"fault {fault.text!r}: the job ends after step {preflight.train_iters}")
     printer = ProgressPrinter(preflight.train_iters, preflight.tokens_per_step)
     for warning in preflight.warnings:
         printer.line(f"* warning: {warning}")
@@ -108,7 +117,7 @@ def run_local(options: LocalOptions) -> int:
         end_everything()
 
 
-def check(options: LocalOptions) -> Plan:
+def check(options: LocalOptions, run_dir: Path) -> Plan:
     """Check everything that can be checked without importing the script's side; makes the run directory."""
     if options.nodes < 1 or options.ranks_per_node < 1:
         raise UsageError("--nodes and --ranks-per-node must be at least 1")
@@ -126,7 +135,6 @@ def check(options: LocalOptions) -> Plan:
     argv = options.argv
     if options.seed is not None and "--seed" not in argv:
         argv = (*argv, "--seed", str(options.seed))
-    run_dir = options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     return Plan(
         options=options,
         argv=argv,
@@ -253,6 +261,7 @@ def operate(
 
     ended = asyncio.run(watch())
     end_everything()
+    (run_dir / CONTROL).unlink(missing_ok=True)  # a coordinator that was killed could not
     if ended.code >= 128:
         record_interruption(run_dir, ended.reason)
     for line in summary_lines(read_final(run_dir), str(run_dir), ended.code, ended.reason):

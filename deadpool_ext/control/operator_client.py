@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def ask(run_dir: Path, command: str, arguments: dict[str, str]) -> Iterator[Oper
 
     Raises UsageError where there is no running job, OperatorError where it does not answer.
     """
-    host, port, secret = _whereabouts(run_dir)
+    host, port, secret = whereabouts(run_dir)
     try:
         sock = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
     except OSError as error:
@@ -54,7 +55,24 @@ def ask(run_dir: Path, command: str, arguments: dict[str, str]) -> Iterator[Oper
         sock.close()
 
 
-def _whereabouts(run_dir: Path) -> tuple[str, int, bytes]:
+def is_running(run_dir: Path) -> bool | None:
+    """Whether the job of this run directory still has a coordinator; None where that cannot be told from here."""
+    try:
+        host, port, secret = whereabouts(run_dir)
+    except UsageError:
+        return None if os.path.lexists(run_dir / CONTROL) else False
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as sock:
+            BlockingConnection.open(sock, secret, client=True, deadline_s=CONNECT_SECONDS)
+            return True
+    except (ConnectionRefusedError, AuthenticationError):
+        return False
+    except (OSError, WireError):
+        return None
+
+
+def whereabouts(run_dir: Path) -> tuple[str, int, bytes]:
+    """Host, port and secret of the coordinator. Raises UsageError where there is none to be found."""
     path = run_dir / CONTROL
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -174,7 +174,13 @@ class ProgressPrinter:
     def _fault(self, record: Record) -> str:
         fault: Record = record.get("fault") or {}
         after = fault.get("after_s")
-        when = f"at step {fault.get('step')}, {fault.get('phase')}" if after is None else f"after {after:g} s"
+        when = (
+            f"at step {fault.get('step')}, {fault.get('phase')}"
+            if after is None
+            else f"after {after:g} s"
+            if after
+            else "now"
+        )
         kind = str(fault.get("kind"))
         where = record.get("node") if kind.endswith("-node") else _where(record)
         return f"fault: {kind} {where} {when}"
@@ -264,4 +270,6 @@ def summary_lines(final: Record, run_dir: str, code: int, reason: str) -> tuple[
         counts.append(_count(count, "failure"))
     if "replayed_steps" in final:
         counts.append(_count(final["replayed_steps"], "recomputed step"))
+    if final.get("faults_missed"):
+        counts.append(f"{_count(len(final['faults_missed']), 'fault')} never happened")
     return (f"{verdict}; {', '.join(counts)}" if counts else verdict), f"run directory: {run_dir}"

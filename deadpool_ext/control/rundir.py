@@ -5,11 +5,13 @@ A full disk must not stop the training: a write that fails is reported once on s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -34,6 +36,23 @@ def prepare_run_directory(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"run directory {path}: {error.strerror or error}") from error
     return path
+
+
+@contextlib.contextmanager
+def kept_if_usable(path: Path) -> Iterator[None]:
+    """A start that is refused (UsageError) leaves nothing of the run directory that was made for it."""
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    had_logs = (path / LOGS).exists()
+    try:
+        yield
+    except UsageError:
+        if not (path / EVENTS).exists():
+            if not had_logs:
+                shutil.rmtree(path / LOGS, ignore_errors=True)
+            for place in made:
+                with contextlib.suppress(OSError):  # not empty, or never made
+                    place.rmdir()
+        raise
 
 
 class RunDirectory:

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from deadpool_ext.cli.compare import compare
+from deadpool_ext.cli.status import status
+from deadpool_ext.protocol.types import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 DUMMY = Path(__file__).parent / "dummy"
@@ -221,8 +226,15 @@ def test_a_killed_launcher_takes_everything_with_it(launch: Launch) -> None:
     hit = launch(*SIZE, "--spares", "1", steps=10000, step_seconds=0.02)
     hit.until("step 2/")
     assert len(hit.left()) > 10
+    shown = CliRunner().invoke(status, [str(hit.run_dir)]).output
+    assert "not running" not in shown and "running" in shown
     hit.process.kill()
     hit.wait_gone()
+    # Nobody could write that it is over: whoever asks is told all the same.
+    assert "not running any more: it was killed while running" in CliRunner().invoke(status, [str(hit.run_dir)]).output
+    assert json.loads(CliRunner().invoke(status, [str(hit.run_dir), "--json"]).output)["running"] is False
+    with pytest.raises(UsageError, match="was killed before its end"):
+        CliRunner().invoke(compare, [str(hit.run_dir), str(hit.run_dir)], catch_exceptions=False)
 
 
 def test_the_scripts_own_failure_ends_the_job_with_its_line(launch: Launch) -> None:
@@ -249,14 +261,17 @@ def test_f13_memory_that_is_not_there_is_said_before_anything_is_lost(launch: La
         (["--nodes", "2", "--fault", "nonsense"], ["--deadpool"], "unknown kind"),
         (["--nodes", "2", "--deadline", "fence_s=x"], ["--deadpool"], "NAME=SECONDS"),
         (["--nodes", "2"], ["--deadpool", "--bad-argument"], "does not take --bad-argument"),
+        (["--nodes", "2", "--fault", "kill-node:node=1,step=7"], ["--deadpool", "--steps", "6"], "ends after step 6"),
         (["--nodes", "2", "--preload", "no_such_module"], ["--deadpool"], "no_such_module"),
     ],
 )
 def test_usage_errors_are_one_line(launch: Launch, options: list[str], script: list[str], message: str) -> None:
     script = script if script[0].endswith(".py") else [str(DUMMY / "train.py"), *script]
-    code, _, err = launch(*options, script=script).finish()
+    refused = launch(*options, script=script)
+    code, _, err = refused.finish()
     assert code == 2
     assert message in err
+    assert not refused.run_dir.exists()
     assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
 
 
