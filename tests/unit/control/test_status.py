@@ -118,7 +118,10 @@ def test_status_command(run_dir: Path) -> None:
     assert machine["state"] == "stopped" and machine["exit_code"] == 0 and machine["last_step"]["iteration"] == 8
 
 
-def test_status_shows_ranks_that_stand_still_and_wait_for_nobody(run_dir: Path) -> None:
+def test_status_shows_ranks_that_stand_still_and_wait_for_nobody(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deadpool_ext.cli.status.is_running", lambda directory: True)
     still = {"rank": 3, "node": "n1", "place": "data", "iteration": 5, "still_s": 31.0, "waits": []}
     ranks = [still, still | {"rank": 0, "waits": ["allreduce of tp"]}, still | {"rank": 1, "still_s": 0.5}]
     files = RunDirectory(run_dir)
@@ -193,3 +196,12 @@ def test_summary() -> None:
         "run directory: /r",
     )
     assert summary_lines({}, "/r", 3, "no spare")[0] == "stopped with exit code 3: no spare"
+
+
+def test_lines_are_whole_in_a_narrow_terminal_and_a_pipe(run_dir: Path) -> None:
+    files = RunDirectory(run_dir)
+    reason = "lost for a reason of many words " * 8
+    files.status(CONTENT | {"lost": {"n1": reason.strip()}})
+    files.close()
+    output = CliRunner(env={"COLUMNS": "40"}).invoke(status, [str(run_dir)]).output
+    assert reason.strip() in output
