@@ -27,6 +27,7 @@ from deadpool_ext.replication.errors import SegmentFormatError
 #: Where a worker's main thread can be: the phases of fault specs that it passes, and "setup" before all of them.
 PLACES: Final = (
     "setup", "data", "forward", "backward", "grad_sync", "optimizer", "gate", "post_step", "eval", "save", "recovery",
+    "pause",
 )  # fmt: skip
 
 #: c10d's operations, by the number of their type (a unit test compares them with torch's).

@@ -28,6 +28,7 @@ from deadpool_ext.control.agent_events import (
     AnnounceArena,
     CarryOut,
     ConfigureReplicator,
+    DropSegments,
     Effect,
     EnsureSegments,
     Event,
@@ -398,6 +399,8 @@ class Agent:
                 await asyncio.to_thread(self._memory.ensure, effect)
             case VoidAbove():
                 self._memory.void_above(effect.version)
+            case DropSegments():
+                self._memory.drop()
             case ConfigureReplicator():
                 self._replicator.configure(effect.replicate, self._memory, self._state.job)
             case FetchSeat():

@@ -183,6 +183,11 @@ class VoidAbove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DropSegments:
+    """Give all segments back: the node has no seats and hosts nothing. The replicator is frozen, workers are dead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigureReplicator:
     """Replicate by this map from now on."""
 
@@ -264,6 +269,7 @@ Effect = (
     | FreezeReplicator
     | EnsureSegments
     | VoidAbove
+    | DropSegments
     | ConfigureReplicator
     | FetchSeat
     | AnnounceArena

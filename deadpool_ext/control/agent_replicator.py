@@ -42,6 +42,11 @@ class ReplicatorRecord:
         """It was told to replicate by this map."""
         self._replicate = replicate
 
+    def unconfigured(self) -> None:
+        """The node has no seats any more: a successor would have nothing to do."""
+        self._replicate = None
+        self._fetches.clear()
+
     def fetching(self, seat: FetchSeat) -> None:
         """It was told to fetch a seat's state."""
         self._fetches[seat.rank] = seat

@@ -15,6 +15,7 @@ from deadpool_ext.control.agent_events import (
     AnnounceArena,
     CarryOut,
     ConfigureReplicator,
+    DropSegments,
     Effect,
     EnsureSegments,
     Event,
@@ -63,11 +64,13 @@ from deadpool_ext.protocol.messages import (
     Inspected,
     JobSpec,
     NodeReady,
+    Pause,
     Recover,
     Refused,
     Rendezvous,
     Replicate,
     Shutdown,
+    StandDown,
     Strike,
     TakeSeat,
     Welcome,
@@ -157,6 +160,8 @@ class AgentState:
                 return self._replicate(message) if message.generation == self.generation else []
             case Fence():
                 return self._on_fence(message, now)
+            case StandDown():
+                return self._stand_down(message)
             case Recover():
                 return self._recover(message) if message.plan.generation == self.generation else []
             case HostStore():
@@ -172,7 +177,7 @@ class AgentState:
             case FaultOver():
                 over = [ToWorker(token=worker.token, message=message) for worker in self._seated()]
                 return [*over, ReleaseReplicator(fault_id=message.fault_id)]
-            case Rendezvous() | Finish():
+            case Rendezvous() | Finish() | Pause():
                 return self._to_seats(message) if message.generation == self.generation else []
         return [self._warning(f"a message the agent does not know: {type(message).__name__}")]
 
@@ -217,6 +222,27 @@ class AgentState:
             self._open[rank] = OpenSeat(assign=assign, facts=facts)
         # A fence need not wait for who was killed here.
         return effects + self._fill_seats() + self._fence_progress()
+
+    def _stand_down(self, order: StandDown) -> list[Effect]:
+        """The seats are elsewhere: end this node's workers and be a spare, with memory and processes as at the start.
+
+        What its old workers still say has no effect: they are condemned.
+        """
+        if order.generation < self.generation:
+            return []
+        self.generation = order.generation
+        self.fence, self._kill_at = None, float("inf")
+        self._open.clear()
+        self._ready_sent = self._ever_seated = False
+        self._warm_deaths = 0
+        self._replicator.unconfigured()
+        effects: list[Effect] = [FenceBoard(generation=order.generation)]
+        for worker in self._seated():
+            worker.condemned, worker.rank = True, None
+            effects.append(KillWorker(token=worker.token))
+        effects += [FreezeReplicator(generation=order.generation), DropSegments()]
+        warm = sum(1 for worker in self._workers.values() if worker.warm)
+        return [*effects, *self._fork(self._target - warm), *self._readiness()]
 
     def _fill_seats(self) -> list[Effect]:
         effects: list[Effect] = []

@@ -24,6 +24,13 @@ class NodeMemory:
             self.hosted.pop(rank).close()
         _create_missing(self.hosted, wanted.hosted)
 
+    def drop(self) -> None:
+        """Give every segment back."""
+        for segment in (*self.own.values(), *self.hosted.values()):
+            segment.close()
+        self.own.clear()
+        self.hosted.clear()
+
     def void_above(self, version: Version) -> None:
         """Void all slots above a recovery's target. Only while nobody writes: workers unwound, replicator frozen."""
         for segment in (*self.own.values(), *self.hosted.values()):
@@ -51,10 +58,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Give everything back."""
-        for segment in (*self.own.values(), *self.hosted.values()):
-            segment.close()
-        self.own.clear()
-        self.hosted.clear()
+        self.drop()
         self.board.close()
 
 

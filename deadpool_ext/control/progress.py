@@ -151,10 +151,21 @@ class ProgressPrinter:
         total = seconds.pop("total", 0.0)
         phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= _SHOWN_SECONDS)
         replayed = record.get("steps_replayed", 0)
+        if record.get("planned") and not record.get("failures"):
+            return (
+                f"planned swap done after iteration {record.get('version')}: training stood still for {total:.2f} s: "
+                f"{phases}"
+            )
         return (
             f"recovered in {total:.2f} s: {phases}; resumed from iteration {record.get('version')}, "
             f"{replayed} completed step{'' if replayed == 1 else 's'} recomputed"
         )
+
+    def _swap_begun(self, record: Record) -> str:
+        seats = " ".join(map(str, record.get("seats") or ()))
+        then = "leaves then" if record.get("leaves") else "is a spare then"
+        node, to = record.get("node"), record.get("to")
+        return f"planned swap: {to} prepares to take seats {seats} of {node}, which {then}; training goes on"
 
     def _redundant(self, record: Record) -> str:
         return f"redundancy restored after {record.get('seconds', 0.0):.1f} s"
@@ -169,6 +180,8 @@ class ProgressPrinter:
     def _spare_left(self, record: Record) -> str:
         self._spares.discard(str(record.get("node")))
         left = _count(record.get("spares"), "spare")
+        if str(record.get("reason", "")).startswith("drained"):
+            return f"{record.get('node')} left ({_text(record.get('reason'))}): {left} left"
         return f"spare {record.get('node')} lost ({_text(record.get('reason'))}): {left} left"
 
     def _fault(self, record: Record) -> str:
@@ -222,6 +235,7 @@ _TELL: Final[Mapping[str, Callable[[ProgressPrinter, Record], str | None]]] = {
     "redundancy_restored": ProgressPrinter._redundant,
     "spare_joined": ProgressPrinter._spare_joined,
     "spare_left": ProgressPrinter._spare_left,
+    "swap_begun": ProgressPrinter._swap_begun,
     "warning": ProgressPrinter._warning,
 }
 

@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 
 from deadpool_ext.control.injection import Injection
+from deadpool_ext.control.pausing import PausePoint
 from deadpool_ext.control.processes import is_main_thread
 from deadpool_ext.control.session_errors import FencedError as FencedError
 from deadpool_ext.control.session_errors import SessionError as SessionError
@@ -41,6 +42,7 @@ from deadpool_ext.protocol.messages import (
     Fence,
     HostStore,
     JobSpec,
+    Pause,
     Recover,
     StoreReady,
     Strike,
@@ -86,6 +88,7 @@ class WorkerSession:
         self.injection: Final = Injection(self, seat.job.faults)
         self.cause_of: Callable[[BaseException], str] = _cause_of
         self.iteration: int | None = None  # the 1-based one being computed, for whoever has to say when it ended
+        self.pause: Final = PausePoint(seat.rank, self._condition, self.send)
         self._interruptible = 0
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -227,6 +230,16 @@ class WorkerSession:
             self._interruptible = 0  # once: the unwinding code must not be interrupted again
             raise FencedError(self.announced)
 
+    def pause_point(self, iteration: int) -> None:
+        """The main thread finished ``iteration`` and is in no operation: it stands still here if it is asked to.
+
+        Raises FencedError if a newer generation ends that, SessionLostError if the agent is gone.
+        """
+        self.pause.reach(iteration, lambda: self.fenced or self._lost)
+        self.check_fence()
+        if self._lost:
+            raise SessionLostError("the agent is gone")
+
     def fault_point(self, phase: str, step: int) -> None:
         """The main thread is at ``phase`` of the 1-based iteration ``step``; see :meth:`Injection.point`."""
         self.injection.point(phase, step)
@@ -277,6 +290,8 @@ class WorkerSession:
             self._on_fence_message(message)
         elif isinstance(message, HostStore):
             self._on_host_store(message)
+        elif isinstance(message, Pause):
+            self.pause.ask(message)
         elif isinstance(message, Strike):
             self.injection.strike(message)
         elif isinstance(message, AddFault):

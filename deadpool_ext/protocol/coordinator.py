@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deadpool_ext.protocol import checking, ending, failing, forming, hanging, integrity, operating, restoring
+from deadpool_ext.protocol import checking, ending, failing, forming, hanging, integrity, operating, planned, restoring
 from deadpool_ext.protocol import messages as m
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import (
@@ -51,6 +51,8 @@ TABLE: dict[tuple[State, type], Handler] = {
     (State.RUNNING, m.CollectiveFailed): failing.on_collective_failed,
     (State.RUNNING, m.WorkerExited): failing.on_exit,
     (State.RUNNING, m.SlotCorrupt): integrity.on_slot_corrupt,
+    (State.RUNNING, m.PauseAck): planned.on_pause_ack,
+    (State.RUNNING, m.Paused): planned.on_paused,
     (State.RUNNING, m.ReplicaMismatch): integrity.on_mismatch,
     (State.FENCING, m.FenceDone): restoring.on_fence_done,
     (State.FENCING, m.FenceAck): restoring.on_fence_ack,
@@ -91,6 +93,8 @@ DEADLINES: dict[str, DeadlineHandler] = {
     "restore": restoring.on_restore_over,
     "redundancy": restoring.on_redundancy_over,
     "stall": restoring.on_stall_over,
+    "prepare": planned.on_prepare_over,
+    "pause": planned.on_pause_over,
     "finish": ending.on_finish_over,
     "exit": ending.on_exit_over,
 }
@@ -192,6 +196,8 @@ class Coordinator:
             case m.Inspected():
                 hanging.on_inspected(job, node, message)
                 return
+            case m.Emit() if planned.is_released(job, node) and message.fields.get("kind") == "stale":
+                return  # its replicator still talks to peers that went on, until it hears that it has no seats
             case m.Emit():
                 job.out.append(
                     Log(
@@ -218,7 +224,7 @@ class Coordinator:
             case m.Struck():
                 self._struck(message)
                 return
-        if not self._current(node, message):
+        if planned.on_newcomer(job, node, message, now) or not self._current(node, message):
             return
         if isinstance(message, m.WorkerSeated):
             job.seats.seated(node, message)

@@ -23,6 +23,7 @@ ORDERED: tuple[tuple[str, str, str], ...] = (
     ("hang_s", "hang_max_s", "the second is the upper bound of what the first may grow to"),
     ("hang_max_s", "gate_s", "who stands still must be named before those who wait at the gate give up"),
     ("hang_max_s", "stall_s", "a hang must be found and named before the job counts as stalled without a name"),
+    ("boundary_s", "stall_s", "a swap that does not come to its boundary must end before the job counts as stalled"),
     ("construct_s", "setup_s", "a newcomer's set-up is part of what the job's set-up does"),
     ("rebuild_s", "stall_s", "a rebuild must have its time before the job counts as stalled"),
     ("restore_s", "stall_s", "a restore must have its time before the job counts as stalled"),
@@ -105,6 +106,11 @@ class Deadlines:
     )
     restore_s: float = _limit(120.0, "the last rank is connected", "recovery starts over if a rank's state is not back")
     redundancy_s: float = _limit(300.0, "training resumes", "another recovery, if all copies are not complete again")
+    boundary_s: float = _limit(
+        60.0,
+        "all ranks are asked to stand still after one iteration, for a planned swap",
+        "the swap is given up, and training goes on",
+    )
     stall_s: float = _limit(
         1800.0, "the last finished step or committed version", "everybody goes back to the last version"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deadpool_ext.protocol import planned
 from deadpool_ext.protocol.effects import Exit, SendOperators, WriteFinal, WriteStatus
 from deadpool_ext.protocol.messages import Finish, JobEnded, Shutdown, TrainingFinished, WorkerExited
 from deadpool_ext.protocol.records import Failure
@@ -17,6 +18,7 @@ def stop(job: Job, code: int, reason: str, seats: tuple[Rank, ...] = ()) -> None
         if job.config.checkpoint:
             reason = f"{reason}; last durable checkpoint: {job.config.checkpoint}"
         job.log("unrecoverable", reason=reason, seats=list(seats), code=code)
+    planned.cancel(job, f"the job stops: {reason}", 0.0)
     job.reason = reason
     job.state = State.STOPPED
     job.timers.keep_only(())
@@ -35,6 +37,7 @@ def stop(job: Job, code: int, reason: str, seats: tuple[Rank, ...] = ()) -> None
                 "generations": job.generation + 1,
                 "failures": job.failures,
                 "recoveries": job.recoveries,
+                "swaps": job.swaps,
                 "replayed_steps": job.replayed_steps,
                 "faults_missed": missed,
                 "seats": job.seats.to_list(job.members.seat_nodes),
@@ -62,6 +65,7 @@ def all_finished(job: Job) -> bool:
 
 def finish(job: Job, now: float) -> None:
     """Every rank is at the end of the script: let the workers go."""
+    planned.cancel(job, "training is over", now)
     job.state = State.FINISHING
     job.ledger.highest = max(job.ledger.highest, *(done.iteration for done in job.seats.finished.values()))
     job.timers.keep_only(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deadpool_ext.protocol import checking as health
-from deadpool_ext.protocol import ending, forming, hanging
+from deadpool_ext.protocol import ending, forming, hanging, planned
 from deadpool_ext.protocol.classify import Conclusion, Death
 from deadpool_ext.protocol.effects import Disconnect
 from deadpool_ext.protocol.messages import CollectiveFailed, Fence, FetchFailed, Shutdown, WorkerExited
@@ -35,6 +35,7 @@ def lose(job: Job, nodes: Sequence[NodeId], reason: str, now: float, *, evidence
             job.timers.cancel(f"{kind}:{node}")
         if not seats:
             job.log("spare_left", node=node, reason=reason, spares=len(job.members.spares))
+            planned.on_lost(job, node, reason, now)
             continue
         lost[node] = seats
         failures.append(
@@ -67,7 +68,11 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
     """Open a new generation: fill the seats of lost nodes, fence survivors, fork dead workers again.
 
     Used in every state between the commit of the initial version and Finish; a recovery under way starts over.
+    Without failures it is the switch of a planned swap.
     """
+    planned.cancel(job, "; ".join(failure.reason for failure in failures), now)
+    if failures:
+        planned.release(job)  # a switch that this failure overtakes: the node is free, once it is warm again
     job.generation += 1
     for failure in failures:
         job.note_failure(failure)
@@ -79,7 +84,7 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
     job.timers.keep_only(("fault", "group"))
     job.suspicion, job.script_error = None, ""
     job.committed.clear()
-    if not any(failure.blameless for failure in failures):
+    if failures and not any(failure.blameless for failure in failures):
         job.fruitless += 1
         if job.fruitless > job.config.fruitless_limit:
             ending.stop(
@@ -107,7 +112,7 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
         ending.stop(job, 3, "no node that holds any state is left", seats)
         return
     job.state = State.FENCING
-    reason = "; ".join(failure.reason for failure in failures)
+    reason = "; ".join(failure.reason for failure in failures) or f"{recovery.planned}, planned"
     job.log("fence", reason=reason, lost_nodes=lost, survivors=survivors)
     job.send(
         [node for node in survivors if node in recovery.fencing],
@@ -137,6 +142,8 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
 
 
 def _measure(job: Job, failures: list[Failure], now: float) -> Recovery:
+    if not failures:
+        return _measure_planned(job, now)
     detected = min(failure.detected_at for failure in failures)
     if job.recovery is not None and not job.recovery.done:
         recovery = job.recovery
@@ -151,6 +158,25 @@ def _measure(job: Job, failures: list[Failure], now: float) -> Recovery:
             fence_at=now,
         )
     recovery.failures.extend(failures)
+    return recovery
+
+
+def _measure_planned(job: Job, now: float) -> Recovery:
+    """Nobody failed: training stands still since the first rank does, and the newcomers are constructed already."""
+    move = job.planned
+    assert move is not None
+    since = min(move.paused.values())
+    recovery = job.recovery = Recovery(
+        generation=job.generation,
+        failed_at=since,
+        detected_at=since,
+        first_fence_at=now,
+        fence_at=now,
+        planned=f"{move.spare} takes seats {list(move.seats)} of {move.node}",
+    )
+    recovery.new_workers.update(move.seats)
+    recovery.constructed.update(move.seats)
+    recovery.marks["constructed"] = now
     return recovery
 
 

@@ -303,6 +303,26 @@ class HealthReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PauseAck:
+    """The answer to Pause, at once: the newest iteration whose end the main thread has passed. Below ``after``: it
+    will stand still there."""
+
+    generation: int
+    rank: int
+    after: int
+    captured: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paused:
+    """The worker stands still between two iterations, outside of every operation."""
+
+    generation: int
+    rank: int
+    iteration: int  # the one that is finished
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultReached:
     """A process stands at the point named by an armed fault and waits there to be hit from outside."""
 
@@ -408,6 +428,22 @@ class Rendezvous:
     generation: int
     host: str
     port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """Every worker stands still after iteration ``after`` until a newer generation or another Pause. -1: go on."""
+
+    generation: int
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandDown:
+    """The node has no seats any more: drop workers and memory, keep warm workers, say NodeReady again."""
+
+    generation: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from deadpool_ext.protocol import planned
 from deadpool_ext.protocol.effects import SendOperators
 from deadpool_ext.protocol.injecting import inject
 from deadpool_ext.protocol.messages import OperatorAnswer, OperatorRequest, Strike
@@ -38,4 +39,4 @@ def _inject(job: Job, request: OperatorRequest, now: float) -> list[Strike]:
     return strikes
 
 
-COMMANDS: Mapping[str, Command] = {"inject": _inject}
+COMMANDS: Mapping[str, Command] = {"inject": _inject, "swap": planned.swap, "drain": planned.drain}

@@ -21,6 +21,7 @@ class Recovery:
     fence_at: float  # of the current generation
     failures: list[Failure] = field(default_factory=list)
     completed: int = -1  # the highest iteration completed before; the first one above it is new
+    planned: str = ""  # what moves, where nobody failed
     done: bool = False  # the first new step was seen
     redundant: bool = False  # the target is committed again
 
@@ -44,7 +45,7 @@ class Recovery:
     def restart(self, generation: int, now: float) -> None:
         """Begin again under a newer generation; what it is measured from stays."""
         fresh = Recovery(generation=generation, failed_at=now, detected_at=now, first_fence_at=now, fence_at=now)
-        kept = ("failed_at", "detected_at", "first_fence_at", "failures", "completed", "done")
+        kept = ("failed_at", "detected_at", "first_fence_at", "failures", "completed", "planned", "done")
         for name in self.__dataclass_fields__:
             if name not in kept:
                 setattr(self, name, getattr(fresh, name))

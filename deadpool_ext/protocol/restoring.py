@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from deadpool_ext.protocol import ending, failing
+from typing import Any
+
+from deadpool_ext.protocol import ending, failing, planned
 from deadpool_ext.protocol.effects import WriteStep
 from deadpool_ext.protocol.messages import (
     Committed,
@@ -104,6 +106,7 @@ def plan_and_recover(job: Job, now: float) -> None:
         [node for node in job.members.active if job.members.members[node].assigned],
         Recover(plan=plan, replicate=job.replicate()),
     )
+    planned.release(job)
     host = store_host(job)
     job.send([job.members.seat_nodes[host]], HostStore(generation=job.generation, rank=host))
     job.timers.cancel_kind("fence")
@@ -303,9 +306,10 @@ def settle(job: Job, now: float) -> None:
     if recovery is not None and not recovery.done and (finished or job.ledger.highest > recovery.completed):
         recovery.done = True
         job.fruitless = 0
-        job.recoveries += 1
+        job.recoveries += bool(recovery.failures)
         job.replayed_steps += recovery.steps_replayed
         assert recovery.plan is not None
+        kind: dict[str, Any] = {"planned": recovery.planned} if recovery.planned else {}
         job.log(
             "recovery_done",
             version=recovery.plan.target.v,
@@ -314,11 +318,13 @@ def settle(job: Job, now: float) -> None:
             bytes=recovery.fetched_bytes,
             restored_bytes=recovery.restored_bytes,
             sources=recovery.sources,
+            **kind,
             failures=[failure.reason for failure in recovery.failures],
             new_workers=sorted(recovery.new_workers),
             seconds=recovery.seconds(now),
             within_rebuild=recovery.within_rebuild(),
         )
+        planned.done(job, round(now - recovery.failed_at, 6))
     if finished:
         ending.finish(job, now)
 
@@ -328,6 +334,7 @@ def on_committed(job: Job, node: NodeId, message: Committed, now: float) -> None
     if job.timers.running("stall"):
         job.timers.start("stall", now + job.config.deadlines.stall_s)
     job.committed[node] = message.version.v
+    planned.switch_if_ready(job, now)
     recovery = job.recovery
     if recovery is None or recovery.redundant or recovery.plan is None:
         return

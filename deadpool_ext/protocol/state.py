@@ -13,6 +13,7 @@ from deadpool_ext.protocol.effects import Effect, Log, Send
 from deadpool_ext.protocol.health import HealthBook
 from deadpool_ext.protocol.membership import Membership
 from deadpool_ext.protocol.messages import Assign, Replicate
+from deadpool_ext.protocol.moves import Move
 from deadpool_ext.protocol.plan import BadCopy
 from deadpool_ext.protocol.records import Failure, SeatBook, StepLedger
 from deadpool_ext.protocol.recovery import Recovery
@@ -58,6 +59,8 @@ class Job:
     script_error: str = ""  # first one in set-up, while its grace runs
     suspicion: tuple[float, str] | None = None  # (since, what) a collective failed
     recovery: Recovery | None = None
+    planned: Move | None = None
+    swaps: int = 0  # planned ones that were carried out
     degraded: bool = False
     bad_copies: set[BadCopy] = field(default_factory=set)
     history: History = field(default_factory=History)

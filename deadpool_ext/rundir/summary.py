@@ -18,6 +18,7 @@ class Recovery:
     """One recovery. ``seconds``: by phase, with ``total``. ``moved``: node that left -> (node that came, seats)."""
 
     classes: tuple[str, ...]  # one line per failure: what, and how it was classified
+    planned: str  # what moved, where it was a planned swap
     moved: Mapping[str, tuple[str, tuple[int, ...]]]
     version: int
     steps_replayed: int
@@ -87,6 +88,7 @@ def summarize(events: Sequence[Event], final: Mapping[str, Any]) -> RunSummary:
                 recoveries.append(
                     Recovery(
                         classes=tuple(classes),
+                        planned=str(event.get("planned", "")),
                         moved=dict(moved),
                         version=int(event["version"]),
                         steps_replayed=int(event["steps_replayed"]),
@@ -130,15 +132,22 @@ def render(summary: RunSummary) -> list[str]:
 
 def _render_recovery(recovery: Recovery) -> list[str]:
     lines = [f"died           {line}" for line in recovery.classes]
+    if recovery.planned:
+        lines.append(f"planned        {recovery.planned}")
     for old, (new, seats) in recovery.moved.items():
         lines.append(f"took over      {new} fills {old}'s seats {', '.join(map(str, sorted(seats)))}")
     phases = ", ".join(f"{name} {value:.3f}" for name, value in recovery.seconds.items() if name != "total")
-    lines.append(f"seconds        {recovery.seconds.get('total', 0.0):.3f} from the failure to the first new step")
+    planned = bool(recovery.planned) and not recovery.classes
+    since = "training stood still, to the end of the next step" if planned else "from the failure to the first new step"
+    lines.append(f"seconds        {recovery.seconds.get('total', 0.0):.3f} {since}")
     lines.append(f"  by phase     {phases}")
     sources = ", ".join(f"{count} {name}" for name, count in recovery.sources.items())
     lines.append(f"resumed from   the state after iteration {recovery.version}; state of the seats from: {sources}")
     lines.append(f"moved          {recovery.nbytes / 1e6:.2f} MB from other nodes' replicas")
-    lines.append(f"replayed       {recovery.steps_replayed} completed steps, and the interrupted one")
+    interrupted = "; none was interrupted" if planned else ", and the interrupted one"
+    lines.append(f"replayed       {recovery.steps_replayed} completed steps{interrupted}")
     if recovery.redundancy_s is not None:
-        lines.append(f"protected      again {recovery.redundancy_s:.3f} s after the failure")
+        lines.append(
+            f"protected      again {recovery.redundancy_s:.3f} s after {'that began' if planned else 'the failure'}"
+        )
     return lines

@@ -180,6 +180,8 @@ class StepKeeper:
         self.session.emit(
             "snapshot_sealed", version=iteration, bytes=ticket.nbytes + len(meta), seconds=ticket.d2h_seconds
         )
+        with self.places.at("pause", iteration + 1):
+            self.session.pause_point(iteration)
 
     def _newer_generation(self) -> int | None:
         return self.session.announced if self.session.fenced else None
@@ -232,6 +234,7 @@ class StepKeeper:
         self.stall_s = 0.0
         self.places.restart()
         self.session.iteration = self.captured.v + 1
+        self.session.pause.begin(self.session.generation, self.captured.v)
         if self._recorder:
             for record in self.state.records:
                 self.session.send(StepDone(generation=self.session.generation, rank=self.session.rank, record=record))

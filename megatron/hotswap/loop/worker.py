@@ -160,6 +160,7 @@ class ResilientWorker:
         self._make_keeper(self.session.generation)
         assert self.keeper is not None
         args = get_args()
+        self.session.pause.begin(self.session.generation, -1)
         self.keeper.capture(args.iteration, args.num_floating_point_operations_so_far)
 
     def _join(self) -> None:

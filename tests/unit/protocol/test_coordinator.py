@@ -45,6 +45,8 @@ MESSAGES = {
     m.Rebuilt: "n0 Rebuilt rank=0",
     m.Restored: "n0 Restored rank=0",
     m.Committed: "n0 Committed version=1.0",
+    m.PauseAck: "n0 PauseAck rank=0 after=3 captured=2",
+    m.Paused: "n0 Paused rank=0 iteration=3",
     m.TrainingFinished: "n0 TrainingFinished rank=0 iteration=1",
 }
 

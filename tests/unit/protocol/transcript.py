@@ -261,6 +261,13 @@ class Transcript:
                 return m.Committed(node=node, generation=generation, version=version(given["version"]))
             case "TrainingFinished":
                 return m.TrainingFinished(**where, iteration=int(given["iteration"]), digests={"weights": "w"})
+            case "PauseAck":
+                return m.PauseAck(**where, after=int(given["after"]), captured=int(given["captured"]))
+            case "Paused":
+                return m.Paused(**where, iteration=int(given["iteration"]))
+            case "OperatorRequest":
+                named = {name: given[name] for name in ("node", "to", "spec") if name in given}
+                return m.OperatorRequest(request="r", command=given["command"], arguments=named)
             case "HealthReport":
                 bad = given.get("bad", "").replace("_", " ")
                 finding = m.Finding(check="device", ok=not bad, fatal=given.get("fatal") != "no", detail=bad)
