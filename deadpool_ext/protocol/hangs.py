@@ -142,7 +142,7 @@ def _graph(by_rank: Mapping[Rank, Seat]) -> dict[Point, set[Point]]:
             if not wait.number:  # point to point
                 mine |= {("rank", peer) for peer in wait.peers if peer in by_rank}
                 continue
-            operation: Point = ("operation", (wait.group, wait.number, wait.ranks))
+            operation: Point = ("operation", (wait.group, wait.number))
             mine.add(operation)
             if operation not in needs:
                 needs[operation] = _late(wait, by_rank)
