@@ -10,6 +10,7 @@ import pytest
 from deadpool_ext.control.agent_events import (
     AnnounceArena,
     ConfigureReplicator,
+    DropSegments,
     Effect,
     EnsureSegments,
     FenceBoard,
@@ -57,6 +58,7 @@ from deadpool_ext.protocol.messages import (
     Replicate,
     Shutdown,
     SpecDeclared,
+    StandDown,
     TakeSeat,
     Welcome,
     WorkerExited,
@@ -177,6 +179,20 @@ def test_seats_go_to_warm_workers_with_local_ranks(make_job: Callable[..., JobSp
         WorkerSeated(rank=2, generation=0, pid=100, start_ticks=7),
         WorkerSeated(rank=3, generation=0, pid=101, start_ticks=7),
     ]
+
+
+def test_a_node_that_gave_its_seats_up_is_as_at_the_start(driver: Driver) -> None:
+    driver.seated()
+    effects = driver.told(StandDown(generation=1, reason="elsewhere"))
+    assert len(of(effects, KillWorker)) == 2 and of(effects, DropSegments) == [DropSegments()]
+    assert of(effects, FreezeReplicator) == [FreezeReplicator(generation=1)]
+    (forked,) = of(effects, ForkWorkers)
+    assert len(forked.tokens) == 2
+    joined = [driver.join(token) for token in forked.tokens]
+    assert sent(joined[0]) == [] and sent(joined[1]) == [NodeReady(node="n0")]
+    # The old workers' ends are no news, and an older order has no effect.
+    assert driver.told(StandDown(generation=0, reason="late")) == []
+    assert of(driver.told(Assign(generation=2, seats=(0,), solo=True)), ToWorker)
 
 
 def test_facts_reach_the_newcomer_of_their_seat(driver: Driver) -> None:
