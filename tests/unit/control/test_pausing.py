@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from deadpool_ext.control.pausing import PausePoint
-from deadpool_ext.protocol.messages import Pause, Paused, PauseAck
+from deadpool_ext.protocol.messages import Pause, PauseAck, Paused
 
 
 class Worker:
