@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_ext.comm.errors import COMMUNICATION_ERRORS, ConnectTimeoutError, FencedError
+from deadpool_ext.comm.pulse import Pulse
 from deadpool_ext.comm.registry import Communicators
 from deadpool_ext.comm.torch_patch import patch_torch
 
@@ -41,9 +43,10 @@ def block(kind: str, rank: int, tensor: torch.Tensor) -> None:
             raise AssertionError(kind)
 
 
-def blocked_rank(rank: int, link: Any, *, kind: str, session: tuple[str, int]) -> dict[str, Any]:
+def blocked_rank(rank: int, link: Any, *, kind: str, killed: bool, session: tuple[str, int]) -> dict[str, Any]:
     with socket.create_connection(session) as talk:
-        communicators = Communicators(rank=rank, world_size=len(WORLD))
+        pulse = Pulse.create()
+        communicators = Communicators(rank=rank, world_size=len(WORLD), pulse=pulse)
         patch_torch(communicators)
         link.connect(communicators, 0, hosts=rank == 0)
         dist.init_process_group("gloo")
@@ -56,6 +59,7 @@ def blocked_rank(rank: int, link: Any, *, kind: str, session: tuple[str, int]) -
 
         def control() -> None:
             link.expect("fence")
+            report["shown"] = shown(pulse, killed=killed)
             communicators.fence(1)
             report["abort"] = communicators.abort(30.0)
 
@@ -66,6 +70,7 @@ def blocked_rank(rank: int, link: Any, *, kind: str, session: tuple[str, int]) -
             block(kind, rank, tensor)
         report["error"] = str(raised.value)
         thread.join(60)
+        report["shown afterwards"] = pulse.read().blocked
         with pytest.raises(dist.DistBackendError, match="generation 0 is over"):
             dist.all_reduce(tensor)
         report["again"] = communicators.abort()  # nothing is left to do
@@ -79,6 +84,26 @@ def blocked_rank(rank: int, link: Any, *, kind: str, session: tuple[str, int]) -
         return report
 
 
+def shown(pulse: Pulse, *, killed: bool) -> list[tuple[str, int, int | None]]:
+    """Operation, number and peer of what this process is blocked in, seen from outside as soon as it is."""
+    seen = Pulse.open(pulse.path)
+    end = time.monotonic() + (0.5 if killed else 30)
+    while not (blocked := seen.read().blocked) and time.monotonic() < end:
+        time.sleep(0.001)
+    assert all(one.group == "0" and one.ranks == tuple(WORLD) and 0 <= one.seconds < 60 for one in blocked)
+    return [(one.operation, one.number, one.peer) for one in blocked]
+
+
+# What each rank is blocked in; the first collective is over.
+BLOCKED = {
+    "recv": lambda rank: ("recv", 0, 2),
+    "isend": lambda rank: ("send", 0, 2),
+    "all_reduce": lambda rank: ("allreduce", 2, None),
+    "reduce_scatter": lambda rank: ("reduce_scatter_base", 2, None),
+    "pair": lambda rank: ("recv", 0, rank + 1),
+}
+
+
 def serve_echo(connection: socket.socket) -> None:
     with connection:
         while data := connection.recv(16):
@@ -90,14 +115,17 @@ def serve_echo(connection: socket.socket) -> None:
 def test_everybody_blocked_wakes_and_other_sockets_live_on(ranks: Any, kind: str, strike: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         session = listener.getsockname()
-        ranks.start(WORLD, functools.partial(blocked_rank, kind=kind, session=session))
+        ranks.start(WORLD, functools.partial(blocked_rank, kind=kind, killed=strike is signal.SIGKILL, session=session))
         ranks.relay_port(0, WORLD)
         ranks.expect(WORLD, "ready")
         for _ in WORLD:  # they have all connected
             threading.Thread(target=serve_echo, args=(listener.accept()[0],), daemon=True).start()
         ranks.strike(2, strike)
         ranks.tell([0, 1], "fence")
-        for report in ranks.results([0, 1]):
+        for rank, report in enumerate(ranks.results([0, 1])):
+            # (Who lost a peer by its death may have found out already.)
+            assert report["shown"] in ([BLOCKED[kind](rank)], [] if strike is signal.SIGKILL else None)
+            assert report["shown afterwards"] == ()
             assert report["abort"].complete, report
             assert report["again"].sockets == 0
             assert report["pending"] == 0
