@@ -108,8 +108,8 @@ class Deadlines:
     redundancy_s: float = _limit(300.0, "training resumes", "another recovery, if all copies are not complete again")
     boundary_s: float = _limit(
         60.0,
-        "all ranks are asked to stand still after one iteration, for a planned swap",
-        "the swap is given up, and training goes on",
+        "the first rank stands still at the step boundary of a planned swap",
+        "the swap is given up, and training goes on, if not all ranks stand still and all copies are complete",
     )
     stall_s: float = _limit(
         1800.0, "the last finished step or committed version", "everybody goes back to the last version"

@@ -9,7 +9,6 @@ from deadpool_ext.protocol import failing
 from deadpool_ext.protocol.classify import Conclusion, Hang
 from deadpool_ext.protocol.hangs import Held, Seat, Standstill, find
 from deadpool_ext.protocol.messages import Heartbeat, Inspect, Inspected
-from deadpool_ext.protocol.moves import Stage
 from deadpool_ext.protocol.records import Failure
 from deadpool_ext.protocol.state import Job, State
 from deadpool_ext.protocol.types import NodeId, Rank
@@ -58,7 +57,7 @@ def look(job: Job, now: float) -> None:
     """Who stands still? Report it once, and end it if others have waited for it long enough."""
     vitals = job.vitals
     _show(job, now)
-    if job.state is not State.RUNNING or (job.planned is not None and job.planned.stage is Stage.PAUSING):
+    if job.state is not State.RUNNING or (job.planned is not None and job.planned.paused):
         vitals.pause()
         return
     vitals.enter(job.generation, now)

@@ -139,9 +139,8 @@ def on_prepare_over(job: Job, subject: str, now: float) -> None:
 
 def _ask(job: Job, move: Move, now: float) -> None:
     """Choose an iteration that nobody has finished yet, as far as is known, and ask all to stand still after it."""
-    if move.stage is Stage.PREPARING:
-        job.timers.start("pause", now + job.config.deadlines.boundary_s)
     move.stage = Stage.PAUSING
+    job.timers.cancel("pause")
     move.newest = max(move.newest, job.ledger.highest, *job.committed.values(), 0)
     move.after = move.newest + move.margin
     move.margin *= 2
@@ -170,6 +169,8 @@ def on_paused(job: Job, node: NodeId, message: Paused, now: float) -> None:
     move = job.planned
     if move is None or move.stage is not Stage.PAUSING or message.iteration != move.after:
         return
+    if not move.paused:
+        job.timers.start("pause", now + job.config.deadlines.boundary_s)
     move.paused.setdefault(message.rank, now)
     switch_if_ready(job, now)
 
@@ -177,7 +178,7 @@ def on_paused(job: Job, node: NodeId, message: Paused, now: float) -> None:
 def on_pause_over(job: Job, subject: str, now: float) -> None:
     """Not all ranks stood still in time for a planned swap: it is given up, and training goes on."""
     limit = job.config.deadlines.boundary_s
-    cancel(job, f"not all ranks came to one step boundary within {limit:g} s", now)
+    cancel(job, f"not all ranks came to the step boundary within {limit:g} s after the first", now)
 
 
 # ---- switching -----------------------------------------------------------------------------------------------------
