@@ -28,6 +28,7 @@ class Job:
 
     run_dir: Path
     argv: list[str]
+    script: str = SCRIPT
     nodes: int = 4
     ranks_per_node: int = 2
     spares: int = 0
@@ -189,7 +190,7 @@ def _run(request: dict[str, Any]) -> int:
         arguments += ["--fault", fault]
     for name, value in request["deadlines"].items():
         arguments += ["--deadline", f"{name}={value}"]
-    return run([*arguments, "--", SCRIPT, *request["argv"]])
+    return run([*arguments, "--", request["script"], *request["argv"]])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ _QUIET: Final = frozenset(
         "fence",
         "job_end",
         "plan",
+        "rank_unwound",
         "rebuild_done",
         "replica_sealed",
         "restore_done",

@@ -316,6 +316,7 @@ class ResilientWorker:
         state = WorkerState(rank=self.session.rank, live=None if dirty else live, dirty=dirty)
         generation = self.session.announced
         self.session.send(WorkerUnwound(generation=generation, state=state, detail=detail))
+        self.session.emit("rank_unwound", live=None if live is None else live.v, dirty=dirty, detail=detail)
         run_resets(self.state, "before", self.sabotage)
         return generation
 
