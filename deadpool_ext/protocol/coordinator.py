@@ -11,7 +11,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deadpool_ext.protocol import checking, ending, failing, forming, hanging, integrity, operating, planned, restoring
+from deadpool_ext.protocol import (
+    checking,
+    ending,
+    failing,
+    forming,
+    hanging,
+    integrity,
+    operating,
+    planned,
+    restoring,
+    stragglers,
+)
 from deadpool_ext.protocol import messages as m
 from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import (
@@ -231,6 +242,7 @@ class Coordinator:
             return
         if isinstance(message, m.StepDone):
             restoring.on_step(job, message, now)
+            stragglers.look(job, now)
             return
         handler = TABLE.get((job.state, type(message)))
         if handler is not None:

@@ -47,6 +47,7 @@ class Vitals:
     looks: dict[Rank, Look] = field(default_factory=dict)
     told: dict[Subject, Told] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
+    slow: dict[NodeId, float] = field(default_factory=dict)  # slow nodes that were reported -> last seen slow
     running_since: float | None = None  # in the present generation
     generation: int = -1  # that ``running_since`` is of
     shown_ranks: list[dict[str, Any]] = field(default_factory=list)  # for status.json
