@@ -33,9 +33,10 @@ class Slow:
     @property
     def reason(self) -> str:
         """One line for people."""
+        times = self.busy_s / self.others_s
         return (
-            f"{self.node} needs {self.busy_s:.3g} s for its own part of a step, {self.busy_s / self.others_s:.2g} times "
-            f"the {self.others_s:.3g} s of other nodes for the same work, in each of the last {STEPS} steps"
+            f"{self.node} needs {self.busy_s:.3g} s for its own part of a step, {times:.2g} times the "
+            f"{self.others_s:.3g} s of other nodes for the same work, in each of the last {STEPS} steps"
         )
 
 
@@ -81,7 +82,7 @@ def factor_of(job: Job) -> float | None:
 
 
 def look(job: Job, now: float) -> None:
-    """The job finished a step: is a node slow? Reported once, and again only if it was as fast as others for a while."""
+    """The job finished a step: is a node slow? Reported once, and again only after it was not for ``FORGET_S``."""
     factor = factor_of(job) or REPORT_FACTOR
     slow = find(job.vitals.pace.busy, job.members.seat_nodes, job.config.job.layout, factor)
     seen = job.vitals.slow

@@ -26,9 +26,8 @@ class Seating:
         match fault.about.target:
             case Target.NODE | Target.JOB:
                 return fault.node, None
-            case Target.SPARE:
-                spares = [node for node in self.spares if fault.node in (None, node)]
-                return (spares[0] if spares else None), None
+            case Target.SPARE:  # one that is named may have been chosen meanwhile, and is setting itself up
+                return fault.node or (self.spares[0] if self.spares else None), None
         if fault.kind == "sticky-device-error" and fault.rank is None:
             return fault.node, None  # the device is the node's: all its ranks lose it
         rank = fault.rank if fault.rank is not None else reached.rank if reached is not None else None

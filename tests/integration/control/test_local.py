@@ -189,6 +189,44 @@ def test_a_spare_that_dies_disturbs_nothing(launch: Launch) -> None:
     hit.wait_gone()
 
 
+def test_f1_the_chosen_spare_dies_during_the_swap_and_the_next_takes_over(launch: Launch) -> None:
+    faults = ["kill-node:node=1,step=3,phase=optimizer"]
+    faults += [f"kill-spare:node=2,step={target},phase=recovery" for target in range(1, 7)]  # whichever it goes back to
+    words = (word for fault in faults for word in ("--fault", fault))
+    hit = launch(*SIZE, "--spares", "2", *words, steps=12, step_seconds=0.05)
+    code, out, err = hit.finish()
+    assert code == 0, (out, err)
+    assert [seat["node"] for seat in hit.final()["seats"]] == ["n0", "n0", "n3", "n3"]
+    assert len(hit.final()["faults_missed"]) == 5 and "5 faults never happened" in out
+    hit.wait_gone()
+
+
+def test_f15_a_stopped_node_that_comes_back_after_it_was_replaced_ends_itself_and_touches_nothing(
+    launch: Launch,
+) -> None:
+    calm = launch(*SIZE, steps=60, step_seconds=0.05)
+    assert calm.finish()[0] == 0
+    faults = ("--spares", "1", "--fault", "stop-node:node=1,step=3,phase=optimizer", "--deadline", "node_timeout_s=2")
+    hit = launch(*SIZE, *faults, steps=60, step_seconds=0.05)
+    hit.until("recovered in")
+    stopped = [hit.pid_of(name) for name in hit.left() if name.endswith(" n1")]
+    assert len(stopped) >= 4  # agent, replicator, two workers
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    code, out, err = hit.finish()
+    assert code == 0, (out, err)
+    assert digests(hit) == digests(calm)
+    assert hit.final()["generations"] == 2 and [seat["node"] for seat in hit.final()["seats"]] == [
+        *["n0"] * 2,
+        *["n2"] * 2,
+    ]
+    assert "given up: no sign of life" in (hit.run_dir / "logs" / "n1" / "agent.log").read_text()
+    resumed = hit.events("recovery_done")[0]["mono"]
+    everything = map(json.loads, (hit.run_dir / "events.jsonl").read_text().splitlines())
+    assert [event for event in everything if event.get("node") == "n1" and event["mono"] > resumed] == []
+    hit.wait_gone()
+
+
 def test_without_a_spare_the_job_stops_with_a_reason(launch: Launch) -> None:
     hit = launch(*SIZE, "--fault", "kill-node:node=1,step=2,phase=forward")
     code, out, _ = hit.finish()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from deadpool_ext.protocol.layout import plain_layout
 from deadpool_ext.protocol.stragglers import FORGET_S, STEPS, find
 from tests.unit.protocol.transcript import Transcript
