@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from deadpool_ext.protocol.deadlines import Deadlines
 from deadpool_ext.protocol.layout import node_key
@@ -25,6 +25,7 @@ class Member:
     last_heard: float  # monotonic seconds
     ready: bool = False  # its workers are warm
     assigned: bool = False  # it was told to seat workers, so it has something to fence
+    slow: bool = False  # it was replaced because others were faster at the same work
     unfit: str = ""  # what its health checks found that a node should not train with
     gaps: deque[tuple[float, float]] = field(default_factory=deque)  # (when it ended, seconds) of long silences
 
@@ -103,10 +104,16 @@ class Membership:
 
     @property
     def spares(self) -> list[NodeId]:
-        """Nodes without a seat in the order in which they are used: healthy before unfit, warm before cold, by name."""
+        """Nodes without a seat in the order in which they are used: healthy before unfit, fast before slow, warm before
+        cold, by name."""
         free = [node for node in self.members if node not in self.seat_nodes]
         members = self.members
-        return sorted(free, key=lambda node: (bool(members[node].unfit), not members[node].ready, node_key(node)))
+
+        def order(node: NodeId) -> tuple[Any, ...]:
+            member = members[node]
+            return bool(member.unfit), member.slow, not member.ready, node_key(node)
+
+        return sorted(free, key=order)
 
     def in_order(self, *, ready: bool = False) -> list[NodeId]:
         """Members in natural order of their names; ``ready``: only warm ones."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from deadpool_ext.protocol import planned
 from deadpool_ext.protocol.state import Job
-from deadpool_ext.protocol.types import Layout, NodeId, Rank
+from deadpool_ext.protocol.types import Layout, NodeId, Rank, UsageError
 
 STEPS: Final = 10  # in a row that a node has to be slow in
 REPORT_FACTOR: Final = 1.5  # from here on it is reported, where no other factor is asked for
 FORGET_S: Final = 600.0  # so long must a node not be slow to be reported again
+COOL_DOWN_S: Final = 600.0  # between two swaps for this reason
 NOISE_S: Final = 0.02  # a smaller difference is nobody's fault
 POLICY: Final = "swap_slower_than"
 
@@ -82,21 +84,41 @@ def factor_of(job: Job) -> float | None:
 
 
 def look(job: Job, now: float) -> None:
-    """The job finished a step: is a node slow? Reported once, and again only after it was not for ``FORGET_S``."""
-    factor = factor_of(job) or REPORT_FACTOR
-    slow = find(job.vitals.pace.busy, job.members.seat_nodes, job.config.job.layout, factor)
+    """The job finished a step: is a node slow? Reported once, and again only after it was not for ``FORGET_S``.
+
+    Where a factor was asked for, a spare takes the slowest node's seats between two steps, if a warm one is there, or
+    as soon as one is; at most one such swap in ``COOL_DOWN_S``.
+    """
+    factor = factor_of(job)
+    slow = find(job.vitals.pace.busy, job.members.seat_nodes, job.config.job.layout, factor or REPORT_FACTOR)
     seen = job.vitals.slow
     for node in [node for node, at in seen.items() if now - at > FORGET_S or node not in job.members.seat_nodes]:
         del seen[node]
     for one in slow:
-        known = one.node in seen
+        if one.node not in seen:
+            figures: dict[str, Any] = {"busy_s": round(one.busy_s, 6), "others_s": round(one.others_s, 6)}
+            job.log("warning", node=one.node, kind="slow_node", reason=one.reason + _note(job, factor), **figures)
         seen[one.node] = now
-        if not known:
-            job.log(
-                "warning",
-                node=one.node,
-                kind="slow_node",
-                reason=one.reason,
-                busy_s=round(one.busy_s, 6),
-                others_s=round(one.others_s, 6),
-            )
+    last = job.vitals.slow_swap_at
+    if factor is None or not slow or not _fast_spare(job) or (last is not None and now - last < COOL_DOWN_S):
+        return
+    node = slow[0].node
+    try:
+        planned.start(job, {"node": node, "to": _fast_spare(job)}, "", now, leaves=False)
+    except UsageError:
+        return  # something else is under way: the next step asks again
+    job.vitals.slow_swap_at = now
+    job.members.members[node].slow = True
+
+
+def _fast_spare(job: Job) -> NodeId:
+    """The first warm spare that is healthy and was not slow itself; empty if there is none."""
+    members = job.members.members
+    usable = (name for name in job.members.spares if members[name].ready)
+    return next((name for name in usable if not members[name].unfit and not members[name].slow), "")
+
+
+def _note(job: Job, factor: float | None) -> str:
+    if factor is None:
+        return ""
+    return "" if _fast_spare(job) else "; it stays, because no healthy warm spare is there"

@@ -48,6 +48,7 @@ class Vitals:
     told: dict[Subject, Told] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     slow: dict[NodeId, float] = field(default_factory=dict)  # slow nodes that were reported -> last seen slow
+    slow_swap_at: float | None = None  # when one was replaced last
     running_since: float | None = None  # in the present generation
     generation: int = -1  # that ``running_since`` is of
     shown_ranks: list[dict[str, Any]] = field(default_factory=list)  # for status.json

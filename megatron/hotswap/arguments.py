@@ -91,6 +91,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="What to do about such a difference. warn: an event says so, and training goes on. swap: the job goes "
         "back to the last iteration known to be right, and a spare replaces the node that deviates. Default: warn.",
     )
+    group.add_argument(
+        "--deadpool-swap-slower-than",
+        type=float,
+        metavar="FACTOR",
+        default=0.0,
+        help="Let a warm spare take the seats of a node that needs more than FACTOR times as long as others for its "
+        "own part of ten steps in a row, waiting not counted; between two steps, at most once in ten minutes. Default: "
+        "0, never: a node that is 1.5 times slower is only reported.",
+    )
     return parser
 
 
@@ -99,6 +108,7 @@ POLICY = {
     "deadpool_health_check": "health_check",
     "deadpool_transient_limit": "transient_limit",
     "deadpool_on_mismatch": "on_mismatch",
+    "deadpool_swap_slower_than": "swap_slower_than",
 }
 
 
@@ -138,6 +148,8 @@ def provide(extra: ExtraArguments | None = None) -> ExtraArguments:
                 raise UsageError("--deadpool-check-params-every must be 0 (never) or a number of iterations")
             if parsed.deadpool_transient_limit < 1:
                 raise UsageError("--deadpool-transient-limit must be at least 1 (1: the first death replaces the node)")
+            if parsed.deadpool_swap_slower_than != 0 and not parsed.deadpool_swap_slower_than > 1:
+                raise UsageError("--deadpool-swap-slower-than must be more than 1 (1.3: a third slower), or 0 (never)")
             if parsed.deadpool:
                 refusals.check(parsed)
             return parsed

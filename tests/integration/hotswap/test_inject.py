@@ -17,6 +17,7 @@ from tests.jobs import Ended, Job, JobServer
 
 STEPS = 40
 WAIT_S = 120.0
+SWAP_SLOW = ("--deadpool-swap-slower-than", "1.5")
 
 
 class Watched:
@@ -52,10 +53,10 @@ def test_faults_are_injected_into_a_running_job(
     run_dir: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A rank at a place that nothing watched at the start, a slow node, then a whole node at once; what cannot be is
-    refused. The trajectory is the undisturbed one."""
+    """A rank at a place that nothing watched at the start, a slow node, which is replaced between two steps as asked
+    for, then a whole node at once; what cannot be is refused. The trajectory is the undisturbed one."""
     calm = undisturbed("fp32_dropout", train_iters=STEPS)
-    job = Job(run_dir=run_dir, argv=[*arguments("fp32_dropout", train_iters=STEPS), "--deadpool"], spares=1)
+    job = Job(run_dir=run_dir, argv=[*arguments("fp32_dropout", train_iters=STEPS), "--deadpool", *SWAP_SLOW], spares=1)
     watched = Watched(run_dir)
 
     def inject(spec: str) -> tuple[int, str]:
@@ -76,10 +77,12 @@ def test_faults_are_injected_into_a_running_job(
         watched.wait_for_event("recovery_done", generation=1)
         assert inject("slow-node:node=n2,seconds=0.4") == (0, "slow-node on n2 now")
         watched.wait_for_event("warning", kind="slow_node", node="n2")
+        watched.wait_for_event("spare_joined", node="n2")  # n4 holds its seats, and it is a spare itself
         assert inject("kill-node:node=n1") == (0, "kill-node on n1 now")
         ended = running.result()
     assert_recovered(ended, calm, failures=2)
-    assert_survivors_kept_their_processes(ended, seats_of("n1") | {3})
+    assert_survivors_kept_their_processes(ended, seats_of("n1") | seats_of("n2"))
+    assert {seat["node"] for seat in ended.final()["seats"]} == {"n0", "n2", "n3", "n4"}
     first = ended.events("fault_injected")[0]
     assert (first["rank"], first["fault"]["step"], first["fault"]["phase"]) == (3, step, "grad_sync")
     assert [event["node"] for event in ended.events("warning") if event.get("kind") == "slow_node"] == ["n2"]

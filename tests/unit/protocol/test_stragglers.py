@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deadpool_ext.protocol.layout import plain_layout
-from deadpool_ext.protocol.stragglers import FORGET_S, STEPS, find
+from deadpool_ext.protocol.stragglers import COOL_DOWN_S, FORGET_S, STEPS, find
 from tests.unit.protocol.transcript import Transcript
 
 LAYOUT = plain_layout(ranks_per_node=2, tensor_parallel=2, data_parallel=2, pipeline_parallel=2)
@@ -46,28 +46,60 @@ def test_without_data_parallel_peers_elsewhere_other_nodes_are_the_yardstick() -
     assert [slow.node for slow in find(values, ["a", "b", "c"], layout, 1.5)] == ["c"]
 
 
-def test_it_is_reported_once_and_again_after_it_was_fast() -> None:
-    transcript = Transcript()
-    for command in ("config nodes=3 spares=1 dp=3", "start"):
-        transcript.run(command)
-    moves, iteration = 1, 1
+class Slowly:
+    """A job of three nodes of which n1 may be slow."""
 
-    def steps(count: int, slow_s: float) -> list[str]:
-        nonlocal moves, iteration
+    def __init__(self, more: str = "", spares: int = 1) -> None:
+        self.transcript = Transcript()
+        for command in (f"config nodes=3 spares={spares} dp=3 {more}", "start"):
+            self.transcript.run(command)
+        self.done = 0
+
+    def steps(self, count: int, slow_s: float) -> list[str]:
         lines: list[str] = []
         for _ in range(count):
-            moves, iteration = moves + 1, iteration + 1
+            self.done += 1
             for rank in range(3):
-                seconds = slow_s if rank == 1 else 0.2
-                transcript.run(f"vital {rank} place=forward iteration={iteration} moves={moves} busy={seconds}")
-            lines += transcript.run("tick")
-            lines += transcript.run(f"n2 StepDone rank=2 iteration={iteration - 1}")
-        return [line for line in lines if "slow_node" in line]
+                busy_s = slow_s if rank == 1 else 0.2
+                where = f"place=forward iteration={self.done + 1} moves={self.done}"
+                self.transcript.run(f"vital {rank} {where} busy={busy_s}")
+            lines += self.transcript.run("tick")
+            lines += self.transcript.run(f"n2 StepDone rank=2 iteration={self.done}")
+        return [line for line in lines if "slow_node" in line or "swap" in line or "Assign" in line]
 
-    assert steps(STEPS + 5, 0.2) == []
-    (line,) = steps(STEPS + 5, 0.6)
+
+def test_it_is_reported_once_and_again_after_it_was_fast_for_long() -> None:
+    job = Slowly()
+    assert job.steps(STEPS + 5, 0.2) == []
+    (line,) = job.steps(STEPS + 5, 0.6)
     assert "warning node=n1 kind=slow_node reason=n1 needs 0.6 s" in line
-    assert steps(3, 0.2) + steps(STEPS + 1, 0.6) == []
-    transcript.coordinator.job.vitals.slow["n1"] -= FORGET_S + 1  # that long ago
-    assert steps(1, 0.2) == []
-    assert len(steps(STEPS + 1, 0.6)) == 1
+    assert job.steps(3, 0.2) + job.steps(STEPS + 1, 0.6) == []
+    job.transcript.coordinator.job.vitals.slow["n1"] -= FORGET_S + 1  # that long ago
+    assert job.steps(1, 0.2) == []
+    assert len(job.steps(STEPS + 1, 0.6)) == 1
+
+
+def test_where_asked_for_a_warm_spare_takes_its_seats_once_in_the_cool_down() -> None:
+    job = Slowly("swap_slower_than=1.3")
+    lines = job.steps(STEPS + 5, 0.3)
+    assert [line.split()[2] for line in lines if line.startswith("log")] == ["warning", "swap_begun"]
+    assert any(line.startswith("-> n3 Assign") for line in lines)
+    machine = job.transcript.coordinator.job
+    assert machine.members.members["n1"].slow
+    machine.planned = None  # given up
+    assert job.steps(STEPS, 0.3) == []
+    machine.vitals.slow_swap_at = -COOL_DOWN_S
+    assert any("swap_begun" in line for line in job.steps(1, 0.3))
+
+
+def test_without_a_spare_it_stays_until_one_comes() -> None:
+    job = Slowly("swap_slower_than=1.3", spares=0)
+    (line,) = job.steps(STEPS + 5, 0.6)
+    assert "it stays, because no healthy warm spare is there" in line
+    job.transcript.run("n7 Hello")
+    job.transcript.run("n7 NodeReady")
+    assert any("swap_begun" in line for line in job.steps(1, 0.6))
+
+
+def test_without_the_policy_nothing_is_swapped() -> None:
+    assert not any("swap_begun" in line for line in Slowly().steps(3 * STEPS, 0.9))

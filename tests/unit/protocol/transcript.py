@@ -151,6 +151,8 @@ class Transcript:
         )
         faults = [value for key, value in given.items() if key.startswith("fault")]
         policy: dict[str, object] = {"on_mismatch": given["on_mismatch"]} if "on_mismatch" in given else {}
+        if "swap_slower_than" in given:
+            policy["swap_slower_than"] = float(given["swap_slower_than"])
         if "transient_limit" in given:
             policy["transient_limit"] = int(given["transient_limit"])
         job = m.JobSpec(
