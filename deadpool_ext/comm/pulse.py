@@ -81,7 +81,8 @@ class Blocked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One look. ``collectives``: begun in this generation, by group (of more than one member)."""
+    """One look. ``collectives``: begun in this generation, by group (of more than one member). ``queued``: the last
+    collective of each group whose communicator works on a device; whether it is over cannot be seen from the host."""
 
     place: str
     iteration: int
@@ -91,12 +92,14 @@ class Reading:
     busy_s: float
     blocked: tuple[Blocked, ...]
     collectives: dict[str, int]
+    queued: tuple[Blocked, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
     name: str
     ranks: tuple[int, ...]
+    on_device: bool
 
 
 @dataclass(slots=True)
@@ -185,10 +188,13 @@ class Pulse:
         """For ``_shell.place_pulse``; valid until :meth:`close`."""
         return _native.address_of(self._words) + _COMMUNICATION_AT
 
-    def add_group(self, name: str, ranks: Sequence[int]) -> int | None:
-        """A place in the table of groups, or None where there is no more room: the group is not shown then."""
+    def add_group(self, name: str, ranks: Sequence[int], *, on_device: bool = False) -> int | None:
+        """A place in the table of groups, or None where there is no more room: the group is not shown then.
+
+        ``on_device``: its operations are queued on a device, and the host does not wait in them.
+        """
         tables = self._tables
-        text = json.dumps([name, _packed(ranks)], separators=(",", ":")).encode()
+        text = json.dumps([name, _packed(ranks), on_device], separators=(",", ":")).encode()
         room = next((piece for piece in tables.free if piece.nbytes >= len(text)), None)
         if room is None or not tables.places:
             return None
@@ -230,6 +236,7 @@ class Pulse:
         generation = self._generation()
         place, iteration, since, _ = self._consistent(_SEQUENCE_AT, _PLACE_AT, 4)
         groups = self._groups()
+        collectives = self._collectives(groups, generation)
         return Reading(
             place=PLACES[place] if place < len(PLACES) else PLACES[0],
             iteration=iteration,
@@ -238,7 +245,12 @@ class Pulse:
             generation=generation,
             busy_s=_native.load_u64(self._words, _BUSY_AT) * 1e-9,
             blocked=tuple(self._blocked(groups, generation)),
-            collectives=self._collectives(groups, generation),
+            collectives=collectives,
+            queued=tuple(
+                _queued(named, collectives[named.name])
+                for named in groups.values()
+                if named.on_device and collectives.get(named.name)
+            ),
         )
 
     def _used(self) -> int:
@@ -269,8 +281,8 @@ class Pulse:
                 text = bytes(words[offset : offset + nbytes])
                 if _native.load_u64(words, at) != word:
                     continue
-                name, ranks = json.loads(text)
-                self._known[word] = _Named(name, _unpacked(ranks))
+                name, ranks, on_device = json.loads(text)
+                self._known[word] = _Named(name, _unpacked(ranks), on_device)
             if word:
                 found[place] = self._known[word]
         return found
@@ -309,6 +321,10 @@ class Pulse:
 
 
 _PLACE_NUMBERS: Final = {name: number for number, name in enumerate(PLACES)}
+
+
+def _queued(named: _Named, number: int) -> Blocked:
+    return Blocked(group=named.name, ranks=named.ranks, operation="a collective", number=number, peer=None, seconds=0.0)
 
 
 def _seconds_since(then_ns: int) -> float:

@@ -347,7 +347,9 @@ class Communicators:
     def _add(self, group: _Group) -> None:
         self._groups[group.spec.name] = group
         if self._pulse is not None:
-            group.place = self._pulse.add_group(group.spec.shown, group.spec.ranks)
+            group.place = self._pulse.add_group(
+                group.spec.shown, group.spec.ranks, on_device=group.spec.request.has_nccl
+            )
             if group.place is not None:
                 group.shell.bind_counters(self._pulse.group_address(group.place), group.place)
 

@@ -43,6 +43,7 @@ def vital(rank: Rank, state: str, reading: Reading, *, in_detail: bool) -> Vital
         moves=reading.moves,
         process=state,
         waits=tuple(_wait(rank, blocked) for blocked in reading.blocked) if in_detail else (),
+        queued=tuple(_wait(rank, queued) for queued in reading.queued) if in_detail else (),
         issued=reading.collectives if in_detail else {},
         busy_s=reading.busy_s,
     )

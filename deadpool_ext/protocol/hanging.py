@@ -98,7 +98,7 @@ def blame(job: Job, what: str, now: float) -> bool:
         return False
     seats = _seats(job, now)
     found = find(seats, job.config.deadlines.slow_s)
-    roots = [one for one in found if one.rank is not None and one.rank in job.vitals.told]
+    roots = [one for one in found if one.rank is not None and one.rank in job.vitals.told and one.sure]
     if roots:
         _end_roots(job, seats, roots, now, f"; {what}")
     return bool(roots)
@@ -191,6 +191,7 @@ def _words(job: Job, seats: Sequence[Seat], standstill: Standstill) -> str:
         return f"ranks wait for each other for {standstill.still_s:.1f} s{_mismatch(standstill.held)}: {waiting}"
     seat = seats[standstill.rank]
     stopped = f", its process is stopped (state {seat.process})" if seat.halted else ""
+    waiting = waiting if standstill.sure else "it may wait for its device"
     return (
         f"rank {seat.rank} on {seat.node} stands still in {seat.place} of iteration {seat.iteration} "
         f"for {standstill.still_s:.1f} s{stopped}; {waiting}"

@@ -3,13 +3,16 @@
 An arrow goes from whoever waits to what it needs:
 
 * in a collective (number n of its group): the members that have begun fewer than n collectives of this group;
+* in a collective that is queued on a device (NCCL) and may be over: the same members; if there are any, it is not;
 * point to point: the peer;
 * at the gate of an iteration: every rank that is not there yet; if there is none, *replication* is what is late.
 
 A rank at an end of the graph that does not move is a *root*: it holds up whoever reaches it. So does a stopped
 process, whatever it waits for. Ranks that move, and those of which too little is known (no fresh look, another
-generation), are never blamed, nor is anybody who waits for them. What is left are ranks that wait for each other, or
-for a collective in which everybody has arrived: a *knot*, in which nobody is to blame more than the others.
+generation), are never blamed, nor is anybody who waits for them. A rank that may wait for its device is reported, but
+not blamed either: for whom the device waits in point-to-point operations, the host does not see. What is left are
+ranks that wait for each other, or for a collective in which everybody has arrived: a *knot*, in which nobody is to
+blame more than the others.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from deadpool_ext.protocol.types import NodeId, Rank
 GATE = "gate"
 #: States of a process (letters of /proc/PID/stat) in which it cannot go on: stopped, traced, a zombie.
 HALTED = frozenset("TtZ")
+
+#: Where a rank does not wait for its device.
+HOST_PLACES = frozenset({"data"})
 
 # Points of the graph: a rank, or what several ranks need alike.
 Point = tuple[str, object]
@@ -41,6 +47,7 @@ class Seat:
     still_s: float
     process: str = "S"
     waits: tuple[Wait, ...] = ()
+    queued: tuple[Wait, ...] = ()
     issued: Mapping[str, int]
     known: bool = True
     left: bool = False
@@ -49,6 +56,11 @@ class Seat:
     def halted(self) -> bool:
         """The process itself cannot go on."""
         return self.process in HALTED
+
+    @property
+    def unclear(self) -> bool:
+        """It may wait for its device, and that for others in a way that is not seen (point to point)."""
+        return bool(self.queued) and self.place not in HOST_PLACES and not self.halted
 
     @property
     def waiting(self) -> bool:
@@ -83,6 +95,7 @@ class Standstill:
     still_s: float
     held: tuple[Held, ...]
     replication: bool = False
+    sure: bool = True  # else it may wait for others, and is only reported
 
     @property
     def knot(self) -> bool:
@@ -105,10 +118,11 @@ def find(seats: Iterable[Seat], still_s: float) -> list[Standstill]:
         point: Point = ("rank", rank)
         if not seat.known or (seat.still_s < still_s and not seat.left):
             free.add(point)
-        elif seat.halted or not (seat.waiting or seat.left):
+        elif seat.halted or not (seat.waiting or seat.left or (seat.unclear and needs[point])):
             reached = _reach([point], needed_by)
             settled |= reached
-            found.append(Standstill(rank=rank, still_s=seat.still_s, held=_held(by_rank, reached, rank)))
+            held = () if seat.unclear else _held(by_rank, reached, rank)
+            found.append(Standstill(rank=rank, still_s=seat.still_s, held=held, sure=not seat.unclear))
     if REPLICATION in needed_by:
         reached = _reach([REPLICATION], needed_by)
         settled |= reached
@@ -146,6 +160,8 @@ def _graph(by_rank: Mapping[Rank, Seat]) -> dict[Point, set[Point]]:
             mine.add(operation)
             if operation not in needs:
                 needs[operation] = _late(wait, by_rank)
+        for wait in seat.queued:
+            mine |= _late(wait, by_rank)  # nobody is late: it is over, or all have arrived
     return needs
 
 
@@ -184,7 +200,7 @@ def _held(by_rank: Mapping[Rank, Seat], points: Iterable[Point], but: Rank | Non
         if kind != "rank" or rank == but or not isinstance(rank, int):
             continue
         seat = by_rank[rank]
-        for wait in seat.waits:
+        for wait in (*seat.waits, *(one for one in seat.queued if _late(one, by_rank))):
             one = Held(rank=rank, operation=wait.operation, group=wait.group, number=wait.number, others=wait.peers)
             held.append(one)
         if seat.place == GATE:

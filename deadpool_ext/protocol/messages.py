@@ -88,6 +88,7 @@ class Vital:
     moves: int  # places entered and operations begun and ended: it changes if and only if something goes on
     process: str  # state of the process: a letter of /proc/PID/stat, "T" stopped
     waits: tuple[Wait, ...] = ()
+    queued: tuple[Wait, ...] = ()  # on a device (NCCL): the last collective begun in each group; it may be over
     issued: dict[str, int] = field(default_factory=dict)  # collectives begun in this generation, by group
     busy_s: float = 0.0  # of the last finished iteration: seconds in which it did not wait for others
 

@@ -136,6 +136,7 @@ class Vitals:
                     still_s=max(0.0, now - self.still_since(look)),
                     process=vital.process,
                     waits=vital.waits,
+                    queued=vital.queued,
                     issued=vital.issued,
                     known=vital.generation == generation and now - look.seen_at <= fresh_s,
                     left=rank in gone,

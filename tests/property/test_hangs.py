@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -89,6 +89,25 @@ class World:
             wait = m.Wait(group=group, ranks=step.ranks, operation="recv", number=0, peers=step.ranks[:1], seconds=1)
             process.waits = (wait,)
 
+    def on_device(self, place: str) -> list[Seat]:
+        """As seen where operations are queued on a device: no waits, and the last collective of each group, be it over
+        or not. ``place``: where those that are stuck are."""
+
+        def last(rank: int, group: str, number: int) -> m.Wait:
+            members = tuple(int(member) for member in group.split("-"))
+            peers = tuple(member for member in members if member != rank)
+            return m.Wait(group=group, ranks=members, operation="a collective", number=number, peers=peers, seconds=0.0)
+
+        return [
+            replace(
+                seat,
+                waits=(),
+                place=place if self.stopped(self.processes[seat.rank]) else seat.place,
+                queued=tuple(last(seat.rank, group, number) for group, number in seat.issued.items()),
+            )
+            for seat in self.seats({})
+        ]
+
     def seats(self, still_s: dict[int, float]) -> list[Seat]:
         return [
             Seat(
@@ -129,6 +148,20 @@ def test_the_one_rank_that_is_stuck_is_named_and_all_others_wait_for_it(drawn: t
     found = find(world.seats({}), 10.0)
     assert [one.rank for one in found] == list(victims)
     assert {held.rank for held in found[0].held} == {process.rank for process in world.processes} - victims
+
+
+@settings(max_examples=200)
+@given(drawn=worlds(stuck=1))
+def test_on_devices_only_who_does_not_wait_for_one_is_blamed(drawn: tuple[World, set[int]]) -> None:
+    world, victims = drawn
+    world.run()
+    queueing = {process.rank for process in world.processes if process.issued}
+    blamed = {one.rank for one in find(world.on_device("data"), 10.0) if one.sure and one.held}
+    assert blamed <= victims | ({process.rank for process in world.processes} - queueing)
+    everybody_waits_in_collectives = all(step.kind == "collective" for step in world.steps)
+    assert blamed == victims or not everybody_waits_in_collectives
+    unclear = {one.rank for one in find(world.on_device("forward"), 10.0) if one.sure and one.held}
+    assert not unclear & queueing
 
 
 @settings(max_examples=200)

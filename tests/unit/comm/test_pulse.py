@@ -105,6 +105,21 @@ def test_groups_come_and_go_and_the_table_tells_when_it_is_full(pulse: Pulse) ->
     assert pulse.add_group("x" * (1 << 17), (0, 1)) is None
 
 
+def test_of_groups_on_a_device_the_last_collective_is_shown(pulse: Pulse) -> None:
+    place = pulse.add_group("TP 3", (4, 5), on_device=True)
+    assert place is not None
+    pulse.set_generation(2)
+    shell = _shell.ShellBackend(0, 2, 60.0)
+    shell.bind_counters(pulse.group_address(place), place)
+    shell.set_local(2, _shell.Kind.SOLO)
+    assert pulse.read().queued == ()
+    shell.allreduce([torch.ones(1)])
+    shell.barrier()
+    (queued,) = pulse.read().queued
+    assert (queued.group, queued.ranks, queued.number, queued.peer) == ("TP 3", (4, 5), 2, None)
+    shell.bind_counters(0)
+
+
 def test_operations_of_a_communicator_are_seen() -> None:
     pulse = Pulse.create()  # stays mapped: shells of this process write to it
     communicators = Communicators(rank=0, world_size=2, accelerator=False, pulse=pulse)
