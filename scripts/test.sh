@@ -17,7 +17,7 @@ Without a choice: lint, unit and property, integration, and cluster and gpu test
 Anything else goes to pytest; paths replace the choice of folders: scripts/test.sh tests/unit/cli -k compare
 
 Exit code: 0 everything chosen passed; 1 something failed; 2 the choice cannot run here.
-PYTHON= chooses the interpreter, DEADPOOL_TEST_SEED= repeats a run's seed, DEADPOOL_TEST_MINUTES= its limit (25).
+PYTHON= chooses the interpreter, DEADPOOL_TEST_SEED= repeats a run's seed, DEADPOOL_TEST_MINUTES= its limit (35).
 TEXT
 }
 
@@ -113,9 +113,9 @@ fi
 # One thread per process: the tests start many processes on few cores, and results are then the same everywhere.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 code=0
-timeout -k 20 "$((${DEADPOOL_TEST_MINUTES:-25} * 60))" \
+timeout -k 20 "$((${DEADPOOL_TEST_MINUTES:-35} * 60))" \
     "$DEADPOOL_PYTHON" -m pytest -q ${marker[@]+"${marker[@]}"} ${paths[@]+"${paths[@]}"} ${rest[@]+"${rest[@]}"} || code=$?
-[ $code -ne 124 ] || say "stopped: longer than ${DEADPOOL_TEST_MINUTES:-25} minutes"
+[ $code -ne 124 ] || say "stopped: longer than ${DEADPOOL_TEST_MINUTES:-35} minutes"
 if [ $code -ne 0 ]; then
     exit 1
 fi
