@@ -213,7 +213,7 @@ class Agent:
     def _stopped(self) -> None:
         """SIGTERM, from the user by way of the launcher: say goodbye, so that nobody has to wonder."""
         self._send(Leaving(node=self._config.node, reason="it was stopped by its user"))
-        self._leave(128 + signal.SIGTERM, "SIGTERM")
+        self._leave(128 + signal.SIGTERM, "")  # the launcher has said it
 
     def _leave(self, code: int, reason: str) -> None:
         if not self._left.done():

@@ -302,3 +302,21 @@ def test_f1_the_chosen_spare_dies_during_the_swap_and_the_next_takes_over(state:
     effects = transcript.run("lost n3 gone")
     assert job.members.seat_nodes == ["n0", "n4", "n2"] and job.state is State.FENCING and job.generation == 2
     assert any(line.startswith("-> n4 Assign") for line in effects), effects
+
+
+@pytest.mark.parametrize("state", [State.FENCING, State.RECOVERING, State.RESUMING])
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_f15_a_message_of_an_older_generation_has_no_effect(state: State, kind: type) -> None:
+    """Neither from a node that is in the job nor from the one that was replaced, which may say what it wants."""
+    transcript = in_state(state)
+    job = transcript.coordinator.job
+    before = (job.state, job.generation, job.timers.earliest, list(job.members.seat_nodes), dict(job.seated_in))
+    late = MESSAGES[kind].replace("rank=0", "rank=1")
+    for node in ("n3", "n0"):  # n3 fills seat 1 now
+        sent = late.replace("n0", node, 1).replace("rank=1", "rank=1" if node == "n3" else "rank=0")
+        if kind is not m.WorkerExited or node == "n3":  # a process of n0 lives through generations
+            assert transcript.run(f"{sent} generation=0") == [], sent
+    for generation in (0, job.generation):
+        assert transcript.run(f"{late.replace('n0', 'n1', 1)} generation={generation}") == []
+    now = (job.state, job.generation, job.timers.earliest, list(job.members.seat_nodes), dict(job.seated_in))
+    assert now == before
