@@ -143,6 +143,7 @@ class Agent:
         self._socket_name = f"deadpool-{config.job_id}-{config.node}-{secrets.token_hex(8)}"
         self._memory = NodeMemory()
         self._state = AgentState(config.node, config.workers, self._memory.board.path)
+        self._process = secrets.token_hex(8)
         self._workers: dict[str, WorkerLink] = {}
         self._effects: asyncio.Queue[Effect] = asyncio.Queue()
         self._coordinator: Connection | None = None
@@ -253,7 +254,13 @@ class Agent:
         try:
             connection, address = await self._join()
             connection.send(
-                Hello(node=self._config.node, pid=os.getpid(), workers=self._config.workers, address=address)
+                Hello(
+                    node=self._config.node,
+                    pid=os.getpid(),
+                    workers=self._config.workers,
+                    address=address,
+                    process=self._process,
+                )
             )
             self._coordinator = connection
             while True:

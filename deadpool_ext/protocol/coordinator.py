@@ -276,6 +276,7 @@ class Coordinator:
             restoring.on_ready_active(job, node, message, now)
         else:
             forming.on_ready_later(job, node, message, now)
+        planned.on_warm(job, node)
 
     def _from_operator(self, message: Any, now: float) -> None:
         job = self.job

@@ -18,7 +18,7 @@ def stop(job: Job, code: int, reason: str, seats: tuple[Rank, ...] = ()) -> None
         if job.config.checkpoint:
             reason = f"{reason}; last durable checkpoint: {job.config.checkpoint}"
         job.log("unrecoverable", reason=reason, seats=list(seats), code=code)
-    planned.cancel(job, f"the job stops: {reason}", 0.0)
+    planned.end(job, f"the job stops: {reason}", 0.0)
     job.reason = reason
     job.state = State.STOPPED
     job.timers.keep_only(())
@@ -65,7 +65,7 @@ def all_finished(job: Job) -> bool:
 
 def finish(job: Job, now: float) -> None:
     """Every rank is at the end of the script: let the workers go."""
-    planned.cancel(job, "training is over", now)
+    planned.end(job, "training is over", now)
     job.state = State.FINISHING
     job.ledger.highest = max(job.ledger.highest, *(done.iteration for done in job.seats.finished.values()))
     job.timers.keep_only(())

@@ -70,9 +70,10 @@ def begin_recovery(job: Job, failures: list[Failure], now: float) -> None:
     Used in every state between the commit of the initial version and Finish; a recovery under way starts over.
     Without failures it is the switch of a planned swap.
     """
-    planned.cancel(job, "; ".join(failure.reason for failure in failures), now)
     if failures:
-        planned.release(job)  # a switch that this failure overtakes: the node is free, once it is warm again
+        reasons = "; ".join(failure.reason for failure in failures)
+        planned.cancel(job, reasons, now)
+        planned.undo(job, reasons)
     job.generation += 1
     for failure in failures:
         job.note_failure(failure)

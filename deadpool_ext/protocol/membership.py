@@ -23,6 +23,7 @@ class Member:
     pid: int
     address: NodeAddress
     last_heard: float  # monotonic seconds
+    process: str = ""  # see Hello
     ready: bool = False  # its workers are warm
     assigned: bool = False  # it was told to seat workers, so it has something to fence
     slow: bool = False  # it was replaced because others were faster at the same work
@@ -52,14 +53,17 @@ class Membership:
         self.layout = layout
         self.members: dict[NodeId, Member] = {}
         self.seat_nodes: list[NodeId] = []  # index: rank; empty until the job starts
-        self.gone: dict[NodeId, str] = {}  # nodes that held seats and were lost: their names never come back
+        self.gone: dict[NodeId, str] = {}  # nodes that held seats and were lost, and are not back
+        self._expelled: dict[tuple[NodeId, str], str] = {}  # agents that were, with the reason: never back
 
     def refusal(self, hello: Hello) -> str | None:
         """Why a node may not join, or None."""
         if hello.node in self.members:
             return f"a node named {hello.node} is a member already"
-        if hello.node in self.gone:
-            return f"node {hello.node} was given up ({self.gone[hello.node]}); join under another name"
+        if (reason := self._expelled.get((hello.node, hello.process))) is not None:
+            return f"this process of node {hello.node} was given up ({reason}); started anew, the node can be a spare"
+        if hello.node in self.seat_nodes:
+            return f"node {hello.node} was lost, and the job is at its end"
         if hello.workers < self.layout.ranks_per_node:
             return (
                 f"{hello.workers} workers, but a node of this job fills {self.layout.ranks_per_node} seats: "
@@ -70,16 +74,21 @@ class Membership:
     def admit(self, hello: Hello, now: float) -> Member:
         """Add a node that :meth:`refusal` has nothing against."""
         invariant(self.refusal(hello) is None, f"node {hello.node} admitted although it must be refused")
-        member = Member(node=hello.node, pid=hello.pid, address=hello.address, last_heard=now)
+        member = Member(node=hello.node, pid=hello.pid, address=hello.address, last_heard=now, process=hello.process)
         self.members[hello.node] = member
+        self.gone.pop(hello.node, None)
         return member
 
     def remove(self, node: NodeId, reason: str) -> tuple[Rank, ...]:
-        """Drop a member; returns the seats it leaves empty. A node that held seats may not come back."""
+        """Drop a member; returns the seats it leaves empty.
+
+        Of a node that held seats, this process may not come back; a new one may, as a spare.
+        """
         seats = self.seats_of(node)
-        del self.members[node]
+        member = self.members.pop(node)
         if seats:
             self.gone[node] = reason
+            self._expelled[node, member.process] = reason
         return seats
 
     def seat(self, nodes: list[NodeId]) -> None:
@@ -92,6 +101,10 @@ class Membership:
         """All seats of ``lost`` go to ``spare``."""
         invariant(spare in self.members and spare not in self.seat_nodes, f"{spare} is no spare")
         self.seat_nodes = [spare if node == lost else node for node in self.seat_nodes]
+
+    def give_back(self, newcomer: NodeId, holder: NodeId) -> None:
+        """A planned swap is undone: the seats that ``newcomer`` took are ``holder``'s again."""
+        self.seat_nodes = [holder if node == newcomer else node for node in self.seat_nodes]
 
     def seats_of(self, node: NodeId) -> tuple[Rank, ...]:
         """Seats that ``node`` fills, ascending; empty for a spare."""

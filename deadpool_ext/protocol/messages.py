@@ -47,6 +47,7 @@ class Hello:
     pid: int
     workers: int
     address: NodeAddress
+    process: str = ""  # random, of this agent process: a node may come back after it was lost, a process may not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

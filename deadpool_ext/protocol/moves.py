@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from deadpool_ext.protocol.messages import WorkerSeated
 from deadpool_ext.protocol.types import NodeId, Rank
@@ -37,3 +38,11 @@ class Move:
     newest: int = -1  # known to be captured by somebody
     promised: set[Rank] = field(default_factory=set)
     paused: dict[Rank, float] = field(default_factory=dict)
+    before: dict[Rank, tuple[int, dict[str, Any] | None]] = field(default_factory=dict)  # how the seats were held
+    resumed_at: float | None = None  # the last rank had its state, in the new generation
+    seconds: float | None = None  # from the first rank's standing still to the end of the first new step
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds from the first rank's standing still until all were told to go on."""
+        return 0.0 if self.resumed_at is None else round(self.resumed_at - min(self.paused.values()), 6)

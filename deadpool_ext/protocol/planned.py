@@ -3,17 +3,22 @@
 *Preparing*: the spare constructs alone while training goes on. *Pausing*: every rank is asked to stand still after
 one and the same iteration; one that is past it already says so, and a later one is chosen. *Switching*: with all ranks
 standing still and that version committed, a new generation is opened as after a failure, but nobody failed.
+
+The node that gives its seats up keeps everything until all copies are complete again: a failure before that gives them
+back, with what belongs to them, so that a planned swap never makes a job more vulnerable than it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from deadpool_ext.protocol import failing
 from deadpool_ext.protocol.effects import Disconnect, SendOperators
 from deadpool_ext.protocol.messages import (
     Assign,
     Constructed,
+    Fence,
     OperatorAnswer,
     OperatorRequest,
     Pause,
@@ -201,20 +206,53 @@ def switch_if_ready(job: Job, now: float) -> None:
     job.members.replace(move.node, move.spare)
     job.members.members[move.spare].assigned = True
     for rank in move.seats:
+        move.before[rank] = (job.seated_in.get(rank, 0), job.seats.end.get(rank))
         job.seated_in[rank] = move.generation
         job.exited.discard(rank)
         job.seats.seated(move.spare, move.seated[rank])
         job.vitals.forget(rank)
     failing.begin_recovery(job, [], now)
+    # It stands still with the others: out of the step, frozen, and ready to take part again.
+    reason = f"seats {_list(move.seats)} go to {move.spare}"
+    job.send([move.node], Fence(generation=job.generation, reason=reason))
 
 
-def release(job: Job) -> None:
-    """The others have left the old generation: the node that gave its seats up leaves, or waits as a spare."""
+def resumed(job: Job, now: float) -> None:
+    """Every rank has its state and goes on."""
     move = job.planned
-    if move is None or move.stage is not Stage.SWITCHING or move.node not in job.members.members:
+    if move is not None and move.stage is Stage.SWITCHING and move.resumed_at is None:
+        move.resumed_at = now
+
+
+def undo(job: Job, reason: str) -> None:
+    """A failure in the middle of the switch: the node that gave its seats up has them again, if it still can."""
+    move = job.planned
+    if move is None or move.stage is not Stage.SWITCHING:
         return
-    if move.node in job.members.seat_nodes:
-        return  # another failure gave it seats again
+    job.planned = None
+    recovery = job.recovery
+    kept = recovery is None or not recovery.redundant
+    if move.node not in job.members.members or not kept:
+        _answer(job, move.request, f"seats {_list(move.seats)} are on {move.spare}, but then {reason}", ok=False)
+        _release(job, move)
+        return
+    job.members.give_back(move.spare, move.node)
+    for rank, (generation, process) in move.before.items():
+        job.seated_in[rank] = generation
+        job.vitals.forget(rank)
+        if process is not None:
+            job.seats.end[rank] = process
+    if move.spare in job.members.members:
+        _stand_down(job, move.spare, f"the swap was given up: {reason}")
+    text = f"the swap of {move.node} for {move.spare} was given up: {reason}; {move.node} has its seats again"
+    job.log("warning", node=move.node, kind="swap_given_up", reason=text)
+    _answer(job, move.request, text, ok=False)
+
+
+def _release(job: Job, move: Move) -> None:
+    """All copies are complete without it: the node that gave its seats up leaves, or waits as a spare."""
+    if move.node not in job.members.members or move.node in job.members.seat_nodes:
+        return
     if move.leaves:
         _leave(job, move.node, f"drained: seats {_list(move.seats)} are on {move.spare} now")
     elif job.members.members[move.node].assigned:
@@ -227,23 +265,65 @@ def is_released(job: Job, node: NodeId) -> bool:
     return move is not None and move.node == node and move.stage is Stage.SWITCHING
 
 
-def done(job: Job, seconds: float) -> None:
-    """The first step after the switch is finished; training stood still for ``seconds``."""
-    move, job.planned = job.planned, None
-    if move is None:
+def settle(job: Job, seconds: float | None = None) -> None:
+    """The swap is over when the first step after the switch is finished and all copies are complete again.
+
+    ``seconds``: that step is finished now, so long after training came to stand still.
+    """
+    move, recovery = job.planned, job.recovery
+    if move is None or move.stage is not Stage.SWITCHING or recovery is None:
         return
+    move.seconds = seconds if seconds is not None else move.seconds
+    if move.seconds is None or not recovery.redundant:
+        return
+    job.planned = None
     job.swaps += 1
-    then = "has left" if move.leaves else "is a spare now"
-    text = f"seats {_list(move.seats)} of {move.node} are on {move.spare}; training stood still for {seconds:.2f} s; "
-    _answer(
-        job,
-        move.request,
-        f"{text}{move.node} {then}",
-        node=move.node,
-        to=move.spare,
-        paused_seconds=seconds,
-        after_iteration=move.after,
+    _release(job, move)
+    text = (
+        f"seats {_list(move.seats)} of {move.node} are on {move.spare}; training stood still for {move.paused_s:.2f} s"
     )
+    fields = {
+        "node": move.node,
+        "to": move.spare,
+        "paused_seconds": move.paused_s,
+        "total_seconds": move.seconds,
+        "after_iteration": move.after,
+    }
+    answer = OperatorAnswer(request=move.request, ok=True, final=True, text=text, fields=fields)
+    if move.leaves or move.node not in job.members.members:
+        _tell(job, answer, f"{move.node} has left")
+    else:
+        job.getting_warm[move.node] = answer
+
+
+def on_warm(job: Job, node: NodeId) -> None:
+    """A node is warm again after it gave its seats up: whoever asked for that can go on."""
+    if (answer := job.getting_warm.pop(node, None)) is not None:
+        _tell(job, answer, f"{node} is a spare now")
+
+
+def _tell(job: Job, answer: OperatorAnswer, then: str) -> None:
+    if answer.request:
+        job.out.append(SendOperators(message=replace(answer, text=f"{answer.text}; {then}")))
+
+
+def paused(job: Job) -> dict[str, float]:
+    """For the record of a planned swap: how long nobody computed. No part of the phases' sum: it overlaps them."""
+    return {"paused": job.planned.paused_s} if job.planned is not None else {}
+
+
+def end(job: Job, reason: str, now: float) -> None:
+    """Training is over, or the job is."""
+    for node in list(job.getting_warm):
+        _tell(job, job.getting_warm.pop(node), reason)
+    move = job.planned
+    if move is None or move.stage is not Stage.SWITCHING:
+        cancel(job, reason, now)
+        return
+    job.planned = None
+    ok = move.seconds is not None
+    how = f"seats {_list(move.seats)} of {move.node} are on {move.spare}, and {reason}" if ok else reason
+    _answer(job, move.request, how, ok=ok)
 
 
 def cancel(job: Job, reason: str, now: float) -> None:
@@ -264,7 +344,9 @@ def cancel(job: Job, reason: str, now: float) -> None:
 
 
 def on_lost(job: Job, node: NodeId, reason: str, now: float) -> None:
-    """The spare that prepared is gone."""
+    """The spare that prepared is gone, or a node that had given its seats up."""
+    if (answer := job.getting_warm.pop(node, None)) is not None:
+        _tell(job, answer, f"{node} was lost since ({reason})")
     if job.planned is not None and job.planned.spare == node:
         cancel(job, f"{node} was lost ({reason})", now)
 

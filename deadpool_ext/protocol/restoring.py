@@ -106,7 +106,6 @@ def plan_and_recover(job: Job, now: float) -> None:
         [node for node in job.members.active if job.members.members[node].assigned],
         Recover(plan=plan, replicate=job.replicate()),
     )
-    planned.release(job)
     host = store_host(job)
     job.send([job.members.seat_nodes[host]], HostStore(generation=job.generation, rank=host))
     job.timers.cancel_kind("fence")
@@ -270,6 +269,7 @@ def on_all_restored(job: Job, now: float) -> None:
     seconds = round(now - recovery.marks["rebuilt"], 6)
     job.log("restore_done", version=target.v, lineage=target.lineage, bytes=recovery.restored_bytes, seconds=seconds)
     job.log("resume", version=target.v, lineage=target.lineage, steps_replayed=recovery.steps_replayed)
+    planned.resumed(job, now)
     # Messages of different nodes overtake each other: the first new step may have been reported already.
     settle(job, now)
 
@@ -321,10 +321,10 @@ def settle(job: Job, now: float) -> None:
             **kind,
             failures=[failure.reason for failure in recovery.failures],
             new_workers=sorted(recovery.new_workers),
-            seconds=recovery.seconds(now),
+            seconds=recovery.seconds(now) | (planned.paused(job) if recovery.planned else {}),
             within_rebuild=recovery.within_rebuild(),
         )
-        planned.done(job, round(now - recovery.failed_at, 6))
+        planned.settle(job, round(now - recovery.failed_at, 6))
     if finished:
         ending.finish(job, now)
 
@@ -349,6 +349,7 @@ def on_committed(job: Job, node: NodeId, message: Committed, now: float) -> None
         since = round(now - recovery.failed_at, 6)
         target = recovery.plan.target
         job.log("redundancy_restored", version=target.v, lineage=target.lineage, seconds=since)
+        planned.settle(job)
 
 
 # ---- deadlines -----------------------------------------------------------------------------------------------------

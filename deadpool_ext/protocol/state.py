@@ -12,7 +12,7 @@ from deadpool_ext.protocol.config import CoordinatorConfig
 from deadpool_ext.protocol.effects import Effect, Log, Send
 from deadpool_ext.protocol.health import HealthBook
 from deadpool_ext.protocol.membership import Membership
-from deadpool_ext.protocol.messages import Assign, Replicate
+from deadpool_ext.protocol.messages import Assign, OperatorAnswer, Replicate
 from deadpool_ext.protocol.moves import Move
 from deadpool_ext.protocol.plan import BadCopy
 from deadpool_ext.protocol.records import Failure, SeatBook, StepLedger
@@ -59,6 +59,7 @@ class Job:
     script_error: str = ""  # first one in set-up, while its grace runs
     suspicion: tuple[float, str] | None = None  # (since, what) a collective failed
     recovery: Recovery | None = None
+    getting_warm: dict[NodeId, OperatorAnswer] = field(default_factory=dict)  # to be told when it is, by node
     planned: Move | None = None
     swaps: int = 0  # planned ones that were carried out
     degraded: bool = False

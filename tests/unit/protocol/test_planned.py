@@ -14,6 +14,17 @@ PROMISED = tuple(f"n{rank} PauseAck rank={rank} after=3 captured=1" for rank in 
 STANDING = tuple(f"n{rank} Paused rank={rank} iteration=3" for rank in range(3))
 COMMITTED = tuple(f"n{rank} Committed version=3.0" for rank in range(3))
 
+ACKNOWLEDGED = (
+    "n0 FenceAck workers=0:3.0 own=0@3.0 hosted=2@3.0",
+    "n2 FenceAck workers=2:3.0 own=2@3.0 hosted=1@3.0",
+    "n3 FenceAck",
+)
+CONNECTED = (
+    *("n0 StoreReady rank=0", "n3 Fetched rank=1"),
+    *(f"{node} {word} rank={rank}" for word in ("Rebuilt", "Restored") for rank, node in enumerate(("n0", "n3", "n2"))),
+)
+COMMITTED_AGAIN = tuple(f"{node} Committed version=3.0" for node in ("n0", "n2", "n3"))
+
 
 def begun(command: str = "swap", spares: int = 1, **given: str) -> Transcript:
     """A job of three nodes with seats 0 to 2 at iteration 1 in which n1 is to give its seat to the spare n3."""
@@ -64,7 +75,8 @@ def test_at_the_boundary_the_seats_change_hands_and_the_node_becomes_a_spare() -
     assert transcript.coordinator.state is State.FENCING
     assert transcript.coordinator.job.members.seat_nodes == ["n0", "n3", "n2"]
     assert [line for line in lines if "Fence" in line] == [
-        f"-> {node} Fence g1 lost=-: n3 takes seats [1] of n1, planned" for node in ("n0", "n3", "n2")
+        *(f"-> {node} Fence g1 lost=-: n3 takes seats [1] of n1, planned" for node in ("n0", "n3", "n2")),
+        "-> n1 Fence g1 lost=-: seats 1 go to n3",
     ]
     assert not any("failure" in line for line in lines)
     lines = run(
@@ -73,8 +85,8 @@ def test_at_the_boundary_the_seats_change_hands_and_the_node_becomes_a_spare() -
         "n2 FenceAck workers=2:3.0 own=2@3.0 hosted=1@3.0",
         "n3 FenceAck",
     )
-    # The newcomer is constructed already; the node that gave its seat up is told so now.
-    assert "-> n1 StandDown generation=1 reason=seats 1 are on n3 now" in lines
+    # The newcomer is constructed already; the node that gave its seat up keeps everything for now.
+    assert not any("StandDown" in line for line in lines)
     assert any("1@n3*:replica<-n2" in line for line in lines)
     run(transcript, "n0 StoreReady rank=0", "n3 Fetched rank=1")
     for rank, node in enumerate(("n0", "n3", "n2")):
@@ -84,23 +96,22 @@ def test_at_the_boundary_the_seats_change_hands_and_the_node_becomes_a_spare() -
         run(transcript, f"{node} Restored rank={rank}")
     lines = run(transcript, "n2 StepDone rank=2 iteration=4")
     (done,) = [line for line in lines if "recovery_done" in line]
-    assert "steps_replayed=0" in done and "planned=n3 takes seats [1] of n1" in done
-    (answer,) = answers(lines)
+    assert "steps_replayed=0" in done and "planned=n3 takes seats [1] of n1" in done and "'paused': 0.25" in done
+    assert answers(lines) == [] and run(transcript, *COMMITTED_AGAIN[:2]) == []
+    lines = run(transcript, COMMITTED_AGAIN[2])
+    assert "-> n1 StandDown generation=1 reason=seats 1 are on n3 now" in lines
+    assert answers(lines) == [], "not before it could take part in another swap"
+    joined, answer = run(transcript, "n1 NodeReady")
+    assert joined == "log g1 spare_joined node=n1 spares=1"
     assert "ok=True final=True" in answer and "stood still for 0.25 s; n1 is a spare now" in answer
-    assert run(transcript, "n1 NodeReady") == ["log g1 spare_joined node=n1 spares=1"]
     job = transcript.coordinator.job
     assert (job.swaps, job.recoveries, job.failures, job.planned) == (1, 0, [], None)
 
 
 def test_a_drained_node_leaves() -> None:
     transcript = begun("drain")
-    lines = run(transcript, *PREPARED, *PROMISED, *COMMITTED, *STANDING)
-    lines = run(
-        transcript,
-        "n0 FenceAck workers=0:3.0 own=0@3.0 hosted=2@3.0",
-        "n2 FenceAck workers=2:3.0 own=2@3.0 hosted=1@3.0",
-        "n3 FenceAck",
-    )
+    run(transcript, *PREPARED, *PROMISED, *COMMITTED, *STANDING, *ACKNOWLEDGED, *CONNECTED)
+    lines = run(transcript, "n2 StepDone rank=2 iteration=4", *COMMITTED_AGAIN)
     assert "-> n1 Shutdown code=0 reason=drained: seats 1 are on n3 now" in lines and "disconnect n1" in lines
     assert "n1" not in transcript.coordinator.job.members.gone, "it may come back as a spare"
 
@@ -185,14 +196,59 @@ def test_without_a_spare_it_is_refused() -> None:
     assert "no healthy warm spare" in transcript.begin[0]  # type: ignore[attr-defined]
 
 
-def test_the_newcomer_fails_during_the_switch() -> None:
-    """Then it is a failure like any other; the node that gave its seat up can be the one that helps out."""
-    transcript = begun()
-    run(transcript, *PREPARED, *PROMISED, *COMMITTED, *STANDING)
-    effects = transcript.run("lost n3 gone")
-    assert "-> n1 StandDown generation=1 reason=seats 1 are on n3 now" in effects
+@pytest.mark.parametrize("how_far", [0, 3, len(ACKNOWLEDGED + CONNECTED)])
+def test_a_failure_during_the_switch_gives_the_seats_back(how_far: int) -> None:
+    """The node that gave them up still holds everything that belongs to them, also the copies it hosts for others."""
+    transcript = begun(spares=2)
+    run(transcript, *PREPARED, *PROMISED, *COMMITTED, *STANDING, *(ACKNOWLEDGED + CONNECTED)[:how_far])
+    lines = run(transcript, "lost n3 gone")
+    (answer,) = answers(lines)
+    assert "ok=False final=True" in answer and "lost node n3: gone; n1 has its seats again" in answer
     assert transcript.coordinator.job.members.seat_nodes == ["n0", "n1", "n2"]
-    assert "-> n1 Assign g2 seats=[1] solo=True" in run(transcript, "n1 NodeReady")
+    assert not any("Assign" in line for line in lines), "nobody has to construct anything"
+    lines = run(
+        transcript,
+        "n0 FenceAck workers=0:3.0 own=0@3.0 hosted=2@3.0",
+        "n1 FenceAck workers=1:3.0 own=1@3.0 hosted=0@3.0",
+        "n2 FenceAck workers=2:3.0 own=2@3.0 hosted=1@3.0",
+    )
+    assert any("0@n0:keep 1@n1:keep 2@n2:keep" in line for line in lines)
+
+
+def test_a_neighbour_that_dies_during_the_switch_is_replaced_from_the_copy_that_the_leaving_node_hosts() -> None:
+    transcript = begun(spares=2)
+    run(transcript, *PREPARED, *PROMISED, *COMMITTED, *STANDING, *ACKNOWLEDGED)
+    lines = run(transcript, "lost n0 gone")  # its only copy is on n1
+    assert "-> n3 StandDown generation=1" in "".join(lines)
+    assert "-> n4 Assign g2 seats=[0] solo=True" in lines
+    lines = run(
+        transcript,
+        "n1 FenceAck workers=1:3.0 own=1@3.0 hosted=0@3.0",
+        "n2 FenceAck workers=2:3.0 own=2@3.0 hosted=1@3.0",
+    )
+    assert any("0@n4*:replica<-n1 1@n1:keep 2@n2:keep" in line for line in lines)
+
+
+def test_once_copies_are_complete_a_failure_changes_nothing_about_the_swap() -> None:
+    transcript = begun(spares=2)
+    run(transcript, *PREPARED, *PROMISED, *COMMITTED, *STANDING, *ACKNOWLEDGED, *CONNECTED, *COMMITTED_AGAIN)
+    lines = run(transcript, "lost n0 gone")
+    assert "-> n1 StandDown generation=1 reason=seats 1 are on n3 now" in lines
+    assert transcript.coordinator.job.members.seat_nodes[1:] == ["n3", "n2"]
+    (answer,) = answers(lines)
+    assert "seats 1 are on n3, but then lost node n0: gone" in answer
+
+
+def test_a_node_that_was_lost_comes_back_with_a_new_process_only() -> None:
+    """F15: nothing of the old process has an effect, not even its wish to come back."""
+    transcript = begun(spares=2)
+    run(transcript, "lost n2 gone")
+    (refused, _) = run(transcript, "n2 Hello process=p1")
+    assert refused.startswith("refuse n2 on 7: this process of node n2 was given up (gone)")
+    assert run(transcript, "n2 Hello process=p2") == ["-> n2 Welcome spare=True"]
+    assert "n2" in transcript.coordinator.job.members.spares
+    assert "n2" not in transcript.coordinator.job.members.gone
+    assert run(transcript, "n2 Committed version=9.0 generation=0") == []
 
 
 def test_answers_are_messages_to_operators_only() -> None:

@@ -207,7 +207,10 @@ class Transcript:
         match name:
             case "Hello":
                 address = m.NodeAddress(node=node, host="host", port=1)
-                return m.Hello(node=node, pid=1, workers=int(given.get("workers", "8")), address=address)
+                process = given.get("process", "p1")
+                return m.Hello(
+                    node=node, pid=1, workers=int(given.get("workers", "8")), address=address, process=process
+                )
             case "Leaving":
                 return m.Leaving(node=node, reason=given["reason"])
             case "NodeReady":
