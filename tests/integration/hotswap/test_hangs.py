@@ -5,18 +5,22 @@ The groups' own timeout is ten minutes in all of these.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deadpool_ext.control.stacks import STACK_SIGNAL, catches
 from tests.integration.hotswap.judging import (
     assert_recovered,
     assert_survivors_kept_their_processes,
     difference,
     seats_of,
 )
+from tests.integration.hotswap.processes import send
 from tests.jobs import Ended, Job, JobServer
 
 Make = Callable[..., list[str]]
@@ -29,6 +33,21 @@ IMPATIENT = {"heartbeat_s": 0.2, "slow_s": 1.0, "hang_s": 3.0, "hang_factor": 1.
 def reported(ended: Ended, kind: str) -> dict[int | None, dict[str, Any]]:
     """Warnings of this kind, by rank."""
     return {event["rank"]: event for event in ended.events("warning") if event.get("kind") == kind}
+
+
+def keep_asking(jobs: JobServer, over: threading.Event, asked: set[int], but: str = "dp-r5 ") -> None:
+    """Have all ranks write their stacks all the time, as if they hung: they must not notice. ``asked``: their pids."""
+    while not over.wait(0.02):
+        for pid, name in jobs.processes().items():
+            if (
+                name.startswith("dp-r")
+                and name[4].isdecimal()
+                and not name.startswith(but)
+                and catches(pid, STACK_SIGNAL)
+            ):
+                with contextlib.suppress(ProcessLookupError):
+                    send(pid, STACK_SIGNAL)
+                    asked.add(pid)
 
 
 def test_a_rank_that_hangs_is_named_with_its_place_and_stack_and_restarted_on_its_node(
@@ -96,7 +115,15 @@ def test_f9_a_stall_is_reported_with_who_and_where_and_punished_with_nothing(
         faults=faults,
         deadlines=deadlines,
     )
-    ended = jobs.run(job)
+    over, asked = threading.Event(), set[int]()
+    nosy = threading.Thread(target=keep_asking, args=(jobs, over, asked))
+    nosy.start()
+    try:
+        ended = jobs.run(job)
+    finally:
+        over.set()
+        nosy.join()
+    assert len(asked) == 7
     assert ended.code == 0 and difference(ended, undisturbed("fp32_dropout")) is None
     assert_survivors_kept_their_processes(ended, replaced=set())
     assert ended.final()["generations"] == 1 and not ended.events("failure_detected")
