@@ -109,7 +109,7 @@ def test_f1_nodes_join_and_leave_as_spares_at_any_time(tmp_path: Path, port: int
         wait_for_event(tmp_path, "spare_left", node="n7")
         assert events(tmp_path, "fence") == []
         # A swap, while one more is on its way; then the newcomer is the only spare, and takes over in its turn.
-        join("late")
+        started["late"] = launch(tmp_path, "--join", str(tmp_path / "run"), "--node-id", "late", "--preload", "json")
         started["n1"].kill()
         wait_for_event(tmp_path, "recovery_done", generation=1)
         wait_for_event(tmp_path, "spare_joined", node="late")
@@ -145,6 +145,7 @@ def test_secrets_are_needed_and_kept(tmp_path: Path, port: int) -> None:
         ([], "--secret-file is needed"),
         (["--secret-file", str(open_file)], "chmod 600"),
         (["--secret-file", str(tmp_path / "none")], "No such file"),
+        (["--join", str(tmp_path)], "--join DIR takes the place of"),
         (["--node-id", "a b"], "--node-id a b: give a number, or a name"),
     ):
         process = start(0, port, tmp_path, *more)
