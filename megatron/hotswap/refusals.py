@@ -76,11 +76,6 @@ REFUSALS = (
         remedy="train a dense model",
     ),
     Refusal(
-        name="--mtp-num-layers",
-        given=lambda a: a.mtp_num_layers,
-        remedy="leave it out",
-    ),
-    Refusal(
         name="--context-parallel-size above 1",
         given=lambda a: a.context_parallel_size > 1,
         remedy="use --context-parallel-size 1 and more tensor or pipeline parallelism",
@@ -112,7 +107,9 @@ REFUSALS = (
     ),
     Refusal(
         name="a CUDA graph",
-        given=lambda a: a.cuda_graph_impl != "none" or a.enable_cuda_graph or a.external_cuda_graph,
+        given=lambda a: (
+            a.cuda_graph_impl != "none" or a.enable_cuda_graph or a.external_cuda_graph or a.optimizer_cuda_graph
+        ),
         remedy="leave out --cuda-graph-impl (a graph holds the communicators that a recovery replaces)",
     ),
     Refusal(
@@ -139,6 +136,41 @@ REFUSALS = (
         name="--phase-transition-iterations",
         given=lambda a: a.phase_transition_iterations,
         remedy="leave it out",
+    ),
+    Refusal(
+        name="--tp-comm-overlap",
+        given=lambda a: a.tp_comm_overlap,
+        remedy="leave it out (its buffers hold the communicators that a recovery replaces)",
+    ),
+    Refusal(
+        name="--use-nccl-ub",
+        given=lambda a: a.nccl_ub,
+        remedy="leave it out (its memory is registered with the communicators that a recovery replaces)",
+    ),
+    Refusal(
+        name="--tensor-parallel-num-weight-shards above the tensor-parallel size",
+        given=lambda a: (a.tensor_parallel_num_weight_shards or 1) > a.tensor_model_parallel_size,
+        remedy="leave it out",
+    ),
+    Refusal(
+        name="--qk-clip",
+        given=lambda a: a.qk_clip,
+        remedy="leave it out (it changes weights after the optimizer step, when they are being copied)",
+    ),
+    Refusal(
+        name="--full-validation",
+        given=lambda a: a.full_validation,
+        remedy="give --eval-iters",
+    ),
+    Refusal(
+        name="--multiple-validation-sets",
+        given=lambda a: a.multiple_validation_sets,
+        remedy="use one validation set",
+    ),
+    Refusal(
+        name="--non-persistent-ckpt-type local",
+        given=lambda a: a.non_persistent_ckpt_type == "local",
+        remedy="leave it out (Deadpool keeps such copies), or use the type global",
     ),
 )
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.training import get_args
+
 from deadpool_ext.control.session import WorkerSession
 from deadpool_ext.protocol.messages import StepDone
 from deadpool_ext.protocol.types import Version, invariant
@@ -143,7 +145,8 @@ class StepKeeper:
             raise
 
     def _mutate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        version = Version(v=self.captured.v + 1, lineage=self.session.generation)
+        # Not the captured one and one more: upstream may have left out iterations (--iterations-to-skip).
+        version = Version(v=get_args().curr_iteration + 1, lineage=self.session.generation)
         self.session.check_fence()
         self.dirty = True
         self.segment.begin_mutation(version.v)
