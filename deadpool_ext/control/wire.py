@@ -61,11 +61,8 @@ class FrameError(WireError):
 
 
 def _message_types(module: ModuleType) -> dict[str, type]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
-    }
+    """The message classes that a package exports, by name."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, type) and is_dataclass(value)}
 
 
 _TYPES: Final = _message_types(protocol_messages)

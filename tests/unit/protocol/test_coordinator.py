@@ -9,7 +9,7 @@ from deadpool_ext.protocol.coordinator import TABLE, Coordinator
 from deadpool_ext.protocol.effects import Exit, FromNode, Log, NodeLost, Refuse, Send, Tick, WriteFinal, WriteStatus
 from deadpool_ext.protocol.layout import plain_layout
 from deadpool_ext.protocol.state import State
-from deadpool_ext.protocol.types import UsageError
+from deadpool_ext.protocol.types import ShardSpec, UsageError
 from tests.property.simulated_node import make_config
 from tests.unit.protocol.transcript import Transcript
 
@@ -178,7 +178,7 @@ def test_newcomers_get_the_facts_of_the_first_holder_and_must_have_the_same_shar
     assert [assign.facts for assign in assigns] == [({"of": 1},)]
     other = m.SpecDeclared(
         generation=1,
-        spec=m.ShardSpec(rank=1, shard_bytes=7, meta_capacity=100, layout_digest="f" * 16),
+        spec=ShardSpec(rank=1, shard_bytes=7, meta_capacity=100, layout_digest="f" * 16),
     )
     effects = transcript.coordinator.handle(FromNode(node="n3", message=other), 0.0)
     assert isinstance(effects[-1], Exit) and effects[-1].code == 3
