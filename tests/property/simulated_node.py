@@ -19,11 +19,15 @@ def spec_of(rank: Rank) -> ShardSpec:
 class Worker:
     rank: Rank
     seated: int
+    solo: bool = False
     phase: str = "construct"  # construct | wait | train | finished
     generation: int = 0  # generation whose groups it may use
     live: Version | None = None
     constructed: bool = False
     declared_failed: bool = False
+    pause: int = -1  # the iteration after which it was asked to stand still
+    passed: int = -1  # the one whose end it has left behind
+    told: bool = False  # that it stands still
     hung: bool = False  # does nothing any more, and does not leave the step either
     moves: int = 0
 
@@ -78,7 +82,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: kill, silence, exit, hang, collective, join, leave, spoil or spoil_own. ``after``: actions so far."""
+    """``kind``: kill, silence, exit, hang, collective, join, leave, return, swap,
+    drain, spoil or spoil_own. ``after``: actions so far."""
 
     kind: str
     after: int

@@ -17,10 +17,12 @@ from deadpool_ext.protocol.effects import (
     Disconnect,
     Exit,
     FromNode,
+    FromOperator,
     Log,
     NodeLost,
     Refuse,
     Send,
+    SendOperators,
     Tick,
     WriteFinal,
     WriteStep,
@@ -45,6 +47,7 @@ class Cluster:
         self.final: dict[str, Any] | None = None
         self.logs: list[Log] = []
         self.steps: list[dict[str, Any]] = []
+        self.answers: dict[str, list[m.OperatorAnswer]] = {}  # by request
         self.resumed: dict[int, set[Version]] = {}  # generation -> versions that its workers entered training at
         self.actions = 0
         for index in range(config.nodes + config.spares):
@@ -52,7 +55,7 @@ class Cluster:
 
     # ---- outside ---------------------------------------------------------------------------------------------------
 
-    def join(self, name: str) -> None:
+    def join(self, name: str, process: str = "") -> None:
         node = self.nodes[name] = Node(name=name)
         node.say(
             m.Hello(
@@ -60,6 +63,7 @@ class Cluster:
                 pid=1,
                 workers=self.layout.ranks_per_node,
                 address=m.NodeAddress(node=name, host="h", port=1),
+                process=process,
             )
         )
 
@@ -125,6 +129,8 @@ class Cluster:
                     self.logs.append(effect)
                 case WriteStep():
                     self.steps.append(effect.record)
+                case SendOperators() if isinstance(effect.message, m.OperatorAnswer):
+                    self.answers[effect.message.request].append(effect.message)
                 case WriteFinal():
                     self.final = effect.content
                 case Exit():
@@ -132,6 +138,12 @@ class Cluster:
                     self.exit = effect
                 case _:
                     pass
+
+    def ask(self, command: str, node: str) -> None:
+        """A person's request, as a command line sends it."""
+        request = f"{command}-{len(self.answers)}"
+        self.answers[request] = []
+        self.handle(FromOperator(message=m.OperatorRequest(request=request, command=command, arguments={"node": node})))
 
     def strike(self, fault: Fault) -> None:
         alive = sorted((node for node in self.nodes.values() if node.alive), key=lambda node: node_key(node.name))
@@ -149,6 +161,12 @@ class Cluster:
                     self.kill(node)
             case "join":
                 self.join(f"j{self.actions}")
+            case "return":  # a node that was lost is started anew
+                gone = sorted(set(self.coordinator.job.members.gone) & set(self.nodes))
+                if gone and not self.nodes[gone[0]].alive:
+                    self.join(gone[0], process=f"p{self.actions}")
+            case "swap" | "drain" if self.exit is None:
+                self.ask(fault.kind, node.name)
             case "exit" if node.workers:
                 rank = sorted(node.workers)[fault.victim % len(node.workers)]
                 node.workers.pop(rank)
@@ -186,12 +204,21 @@ class Cluster:
                 sick = node.sick or self.random.random() < 0.02
                 finding = m.Finding(check="device", ok=not sick, fatal=True, detail="the simulated device is gone")
                 node.say(m.HealthReport(node=node.name, number=message.number, findings=(finding,), seconds=0.1))
+            case m.StandDown() if message.generation >= node.generation:
+                node.generation, node.frozen = message.generation, True
+                node.workers, node.own, node.hosted, node.fetches = {}, {}, {}, set()
+                node.plan, node.replicate, node.board = None, None, None
+                node.say(m.NodeReady(node=node.name))
+            case m.Pause() if message.generation == node.generation:
+                self.on_pause(node, message)
             case m.Assign():
                 assert message.generation >= node.generation
                 node.generation = message.generation
                 node.frozen = False if not message.solo else node.frozen
                 for rank in message.seats:
-                    node.workers[rank] = Worker(rank=rank, seated=message.generation, generation=message.generation)
+                    node.workers[rank] = Worker(
+                        rank=rank, seated=message.generation, solo=message.solo, generation=message.generation
+                    )
                     node.say(
                         m.WorkerSeated(rank=rank, generation=message.generation, pid=rank + 1, start_ticks=self.actions)
                     )
@@ -215,6 +242,16 @@ class Cluster:
             case _:
                 pass
 
+    def on_pause(self, node: Node, message: m.Pause) -> None:
+        for worker in node.workers.values():
+            if worker.hung or worker.phase != "train" or worker.live is None:
+                continue
+            # The end of an iteration is passed with the beginning of the next one, or when nobody asked to stop there.
+            worker.pause, worker.told = message.after, False
+            if message.after >= 0:
+                ack = {"generation": node.generation, "rank": worker.rank, "after": message.after}
+                node.say(m.PauseAck(**ack, captured=worker.passed))
+
     def on_fence(self, node: Node, message: m.Fence) -> None:
         node.generation, node.frozen, node.board = message.generation, True, None
         node.plan, node.fetches = None, set()
@@ -233,6 +270,7 @@ class Cluster:
             if dirty:
                 worker.live = None
             worker.phase, worker.constructed = "wait", True
+            worker.pause, worker.passed = -1, -1
         node.say(m.FenceDone(node=node.name, generation=message.generation))
         node.say(
             m.FenceAck(
@@ -281,6 +319,7 @@ class Cluster:
                 continue
             assert node.plan.target in node.own[worker.rank], "INV-2"
             worker.live, worker.phase = node.plan.target, "train"
+            worker.pause, worker.passed = -1, node.plan.target.v
             worker.moves += 1
             self.resumed.setdefault(node.generation, set()).add(worker.live)
             assert len(self.resumed[node.generation]) == 1, "INV-1: all resume at one version"
@@ -319,7 +358,7 @@ class Cluster:
         if worker.phase == "construct" and not worker.constructed:
             worker.constructed = True
             node.say(m.SpecDeclared(generation=worker.seated, spec=spec_of(worker.rank), facts={"rank": worker.rank}))
-            if worker.seated > 0:
+            if worker.solo:
                 worker.phase = "wait"
                 node.say(m.Constructed(generation=worker.seated, rank=worker.rank, solo_ops=4, remote_ops=0))
             return True
@@ -366,11 +405,14 @@ class Cluster:
         return found
 
     def step(self, node: Node, worker: Worker) -> bool:
+        if worker.phase == "train" and worker.live is not None and worker.live.v == worker.pause:
+            return self.stand_still(node, worker)
         if worker.phase != "train" or worker.live is None or node.board is None or node.board.v < worker.live.v:
             return False
         peers = self.peers(node)
         if peers is None or any(other.live is None or other.live.v < worker.live.v for _, other in peers):
             return False
+        worker.passed = worker.live.v
         if worker.live.v == self.iterations:
             worker.phase = "finished"
             node.say(
@@ -384,10 +426,20 @@ class Cluster:
         node.own[worker.rank] = node.own[worker.rank][-1:]  # the older slot is being written from now on
         return True
 
+    def stand_still(self, node: Node, worker: Worker) -> bool:
+        """Between two iterations, as asked, once the one before is sealed."""
+        if worker.told or worker.live is None or worker.live not in node.own[worker.rank]:
+            return False
+        worker.told = True
+        node.say(m.Paused(generation=node.generation, rank=worker.rank, iteration=worker.live.v))
+        return True
+
     def seal(self, node: Node, worker: Worker) -> bool:
         if worker.live is None or worker.phase != "train" or worker.live in node.own[worker.rank]:
             return False
         node.own[worker.rank].append(worker.live)
+        if worker.live.v != worker.pause and self.random.random() < 0.5:
+            worker.passed = worker.live.v
         if worker.rank == self.layout.world_size - 1:
             self.say_step(node, worker.live)
         return True

@@ -20,18 +20,19 @@ LAYOUTS = [
     (plain_layout(ranks_per_node=2, tensor_parallel=2, data_parallel=2, pipeline_parallel=2), 4),
     (plain_layout(ranks_per_node=1, data_parallel=3), 3),
 ]
-KINDS = ("kill", "kill", "silence", "exit", "hang", "collective", "join", "leave", "spoil", "spoil_own")
+KINDS = ("kill", "kill", "silence", "exit", "hang", "collective", "join", "leave", "return", "spoil", "spoil_own")
+PLANNED = ("swap", "swap", "drain")
 ITERATIONS = 4
 SOON = Deadlines(slow_s=5.0, hang_s=15.0, hang_max_s=20.0, hang_factor=1.0)
 
 
-def check(cluster: Cluster) -> None:
+def check(cluster: Cluster, iterations: int = ITERATIONS) -> None:
     """What holds for every finished run."""
     assert cluster.exit is not None and cluster.final is not None
     assert cluster.exit.code in (0, 3, 4), cluster.exit
     if cluster.exit.code == 0:
         assert cluster.exit.reason == "training finished"
-        assert {line["iteration"] for line in cluster.steps} == set(range(1, ITERATIONS + 1))
+        assert {line["iteration"] for line in cluster.steps} == set(range(1, iterations + 1))
         assert all(seat["digests"] for seat in cluster.final["seats"])
     else:
         assert cluster.exit.reason
@@ -42,6 +43,11 @@ def check(cluster: Cluster) -> None:
     if not any(log.event == "corruption_detected" for log in cluster.logs):
         replayed = [log.fields["steps_replayed"] for log in cluster.logs if log.event == "recovery_done"]
         assert all(steps <= 1 for steps in replayed), "INV-6"
+    for log in cluster.logs:
+        if log.event == "recovery_done" and "planned" in log.fields:
+            assert log.fields["steps_replayed"] == 0, "a planned swap computes nothing again"
+    for request, answers in cluster.answers.items():
+        assert [answer.final for answer in answers].count(True) == 1 and answers[-1].final, (request, answers)
 
 
 @settings(max_examples=200)
@@ -50,7 +56,7 @@ def check(cluster: Cluster) -> None:
     layout=st.sampled_from(LAYOUTS),
     spares=st.integers(0, 3),
     faults=st.lists(
-        st.builds(Fault, kind=st.sampled_from(KINDS), after=st.integers(0, 60), victim=st.integers(0, 50)),
+        st.builds(Fault, kind=st.sampled_from(KINDS + PLANNED), after=st.integers(0, 60), victim=st.integers(0, 50)),
         min_size=1,
         max_size=6,
     ),
@@ -96,6 +102,37 @@ def test_one_loss_with_a_spare_is_survived(seed: int, layout: tuple, victim: int
         total = seconds.pop("total")
         assert abs(sum(seconds.values()) - total) < 1e-3
     event(f"exit {cluster.exit.code}, recoveries {len(done)}")
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layout=st.sampled_from(LAYOUTS),
+    spares=st.integers(1, 2),
+    asked=st.lists(
+        st.builds(Fault, kind=st.sampled_from(PLANNED), after=st.integers(0, 120), victim=st.integers(0, 50)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_planned_swaps_compute_nothing_again(seed: int, layout: tuple, spares: int, asked: list[Fault]) -> None:
+    """Whatever is asked for, and when: every iteration is computed once, nobody fails, and every answer comes."""
+    shape, nodes = layout
+    iterations = 12
+    cluster = Cluster(make_config(shape, nodes=nodes, spares=spares, deadlines=SOON), seed, [], iterations)
+    while cluster.coordinator.state != "running":
+        cluster.act()
+    at = cluster.actions
+    for fault in asked:
+        at += fault.after * shape.world_size // 2
+        cluster.faults.append(replace(fault, after=at))
+    cluster.run(limit=120_000)
+    check(cluster, iterations)
+    assert cluster.exit is not None
+    assert cluster.exit.code == 0, cluster.exit
+    assert not any(log.event == "failure_detected" for log in cluster.logs)
+    assert [line["iteration"] for line in cluster.steps] == sorted({line["iteration"] for line in cluster.steps})
+    event(f"swaps {cluster.coordinator.job.swaps}")
 
 
 @settings(max_examples=60)
