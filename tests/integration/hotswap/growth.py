@@ -20,19 +20,23 @@ from typing import Final
 from tests.integration.hotswap.processes import steps_recorded, until
 from tests.jobs import Ended, Job, JobServer
 
-#: What is counted of a process. ``own``: KiB that are its own, without what it shares with others and without shared
-#: memory; ``shared``: KiB of shared memory that it has mapped.
+#: What is counted of a process. ``own``: KiB that are no file's and not shared memory (as forked from the launcher,
+#: which has the libraries loaded: what they share is counted in each); ``shared``: KiB of shared memory it has mapped.
 WHAT: Final = ("own", "shared", "threads", "files")
-_FIELDS: Final = {"RssAnon": "own", "RssShmem": "shared", "Threads": "threads"}
+_FIELDS: Final = {"RssAnon": "own", "Threads": "threads"}
 
 
 def look(pid: int) -> dict[str, int]:
     """One process now. Raises OSError if it is gone."""
-    found = {}
+    found = {"shared": 0}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in _FIELDS:
             found[_FIELDS[name]] = int(rest.split()[0])
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            first, _, last = line.split()[0].partition("-")
+            found["shared"] += (int(last, 16) - int(first, 16)) // 1024
     return found | {"files": len(os.listdir(f"/proc/{pid}/fd"))}
 
 
@@ -83,20 +87,26 @@ def slope(values: list[int]) -> float:
 
 
 def table(curve: Curve, points: int = 6) -> str:
-    """The curve as Markdown: for each process its numbers at some samples, and its growth over the second half."""
+    """The curve as Markdown, a process a line: its own memory at some samples and what it grew by in the second half;
+    threads, descriptors and shared memory in the first half and in the second."""
     last = len(curve) - 1
     shown = [round(last * point / (points - 1)) for point in range(points)]
-    lines = [
-        "| process | what | " + " | ".join(f"after {at + 1}" for at in shown) + " | growth per swap |",
-        "|---|---|" + "---|" * (points + 1),
-    ]
+    heads = ["process", *(f"MiB after {at + 1}" for at in shown), "KiB per swap", "threads", "files", "shared KiB"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, columns in curve.lasting().items():
-        for what in WHAT:
-            values = columns[what]
-            unit = " KiB" if what in ("own", "shared") else ""
-            numbers = " | ".join(str(values[at]) for at in shown)
-            lines.append(f"| {name} | {what} | {numbers} | {slope(values):+.2f}{unit} |")
+        own = columns["own"]
+        cells = [name, *(f"{own[at] / 1024:.1f}" for at in shown), f"{slope(own):+.1f}"]
+        cells += [
+            f"{_range(columns[what][: last // 2 + 1])}, {_range(columns[what][last // 2 :])}" for what in WHAT[2:]
+        ]
+        cells.append(f"{_range(columns['shared'][: last // 2 + 1])}, {_range(columns['shared'][last // 2 :])}")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _range(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
 
 
 def run_until_ordered(jobs: JobServer, job: Job, orders: Callable[[], None], seconds: float) -> Ended:
@@ -166,7 +176,12 @@ def _main() -> None:
         jobs.close()
     swaps = ended.events("recovery_done")
     steps = [step["step_seconds"] for step in ended.steps()]
-    lines = [f"{len(swaps)} swaps in {seconds:.0f} s, {len(steps)} iterations, median {statistics.median(steps):.2f} s"]
+    lines = [
+        f"{len(swaps)} swaps in {seconds:.0f} s; {len(steps)} iterations, median {statistics.median(steps):.2f} s",
+        "",
+        "| seconds | median | worst |",
+        "|---|---|---|",
+    ]
     for name in sorted({name for swap in swaps for name in swap["seconds"]}):
         values = [swap["seconds"][name] for swap in swaps if name in swap["seconds"]]
         lines.append(f"| {name} | {statistics.median(values):.2f} | {max(values):.2f} |")

@@ -1,0 +1,93 @@
+"""F7: nothing grows with every swap and every restart, in any process that outlives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deadpool_ext.cli.main import run as deadpool
+from tests.integration.hotswap.growth import Curve, run_until_ordered, slope, swap_to_and_fro, table
+from tests.integration.hotswap.processes import until
+from tests.jobs import Ended, Job, JobServer
+
+#: KiB of its own that a process may grow by a swap over the second half of a run. Python and its allocator take some
+#: megabytes until every thread has found its arena, more slowly each time; a generation that was not let go of takes
+#: 40 descriptors and 30 threads besides its memory, and those may not grow at all.
+SETTLING_KIB = 1024.0
+SETTLED_KIB = 128.0
+RESTARTED = 3  # a rank on node n1
+
+
+def assert_flat(curve: Curve, limit_kib: float) -> None:
+    """No process has more threads, descriptors or shared memory in the second half than it had in the first."""
+    half = len(curve) // 2
+    for name, columns in curve.lasting().items():
+        assert slope(columns["own"]) <= limit_kib, f"{name}: {columns['own']} KiB"
+        for what in ("threads", "files", "shared"):
+            numbers = columns[what]
+            assert max(numbers[half:]) <= max(numbers[: half + 1]), f"{name}: {what} {numbers}"
+
+
+def _restarts(run_dir: Path, times: int, curve: Curve) -> None:
+    """The same worker is killed again and again, a sample after each restart."""
+    events = run_dir / "events.jsonl"
+    for number in range(1, times + 1):
+        assert deadpool(["inject", str(run_dir), f"kill-rank:rank={RESTARTED}"]) == 0
+        until(lambda number=number: _restarted(events.read_text(encoding="utf-8"), number), f"restart {number}")
+        curve.take()
+
+
+def _restarted(events: str, times: int) -> bool:
+    generations = events.count('"event": "generation_start"') - 1
+    over = events.count('"event": "recovery_done"') == events.count('"event": "redundancy_restored"') == generations
+    return over and events.count('"class": "transient"') == times
+
+
+def _swapped(jobs: JobServer, argv: list[str], run_dir: Path, swaps: int, restarts: int) -> tuple[Ended, Curve, Curve]:
+    swapping, restarting = Curve(jobs), Curve(jobs)
+
+    def orders() -> None:
+        swap_to_and_fro(run_dir, ("n1", "n2"), swaps, swapping)
+        _restarts(run_dir, restarts, restarting)
+
+    options = ["--deadpool", "--deadpool-transient-limit", "1000"]
+    job = Job(run_dir=run_dir, argv=[*argv, *options], nodes=2, spares=1)
+    ended = run_until_ordered(jobs, job, orders, seconds=60.0 + 12.0 * (swaps + restarts))
+    print(table(swapping), table(restarting), sep="\n\n")
+    return ended, swapping, restarting
+
+
+def assert_nothing_was_computed_again(ended: Ended, swaps: int, restarts: int) -> None:
+    """All were carried out, and a swap costs no iteration, a restart at most one (INV-6)."""
+    assert ended.code == 130, ended.output
+    done = ended.events("recovery_done")
+    assert len(done) == swaps + restarts
+    replayed = [recovery["steps_replayed"] for recovery in done]
+    assert replayed[:swaps] == [0] * swaps and max(replayed, default=0) <= 1
+    repeated = len(ended.steps()) - len({step["iteration"] for step in ended.steps()})
+    assert repeated == sum(replayed)
+
+
+@pytest.mark.parametrize(
+    ("swaps", "restarts", "limit_kib"),
+    [(20, 8, SETTLING_KIB), pytest.param(100, 50, SETTLED_KIB, marks=pytest.mark.slow)],
+)
+def test_f7_nothing_grows_with_swaps_and_restarts(
+    jobs: JobServer,
+    arguments: Callable[..., list[str]],
+    run_dir: Path,
+    swaps: int,
+    restarts: int,
+    limit_kib: float,
+) -> None:
+    """Two nodes of two ranks: n1 and the spare change places again and again, then a worker is restarted."""
+    argv = arguments("fp32_dropout", pipeline_model_parallel_size=1, train_iters=100_000)
+    ended, swapping, restarting = _swapped(jobs, argv, run_dir, swaps, restarts)
+    assert_nothing_was_computed_again(ended, swaps, restarts)
+    assert len(swapping) == swaps and len(restarting) == restarts
+    names = swapping.lasting()
+    assert {"dp-coordinator", "dp-agent n0", "dp-agent n1", "dp-agent n2", "dp-r0 n0", "dp-r1 n0"} <= set(names)
+    assert_flat(swapping, limit_kib)
+    assert_flat(restarting, limit_kib)
