@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,12 @@ def test_a_layout_without_peers_is_refused() -> None:
     refusals.check_data_parallel(2)
     with pytest.raises(UsageError, match="data-parallel size of 1"):
         refusals.check_data_parallel(1)
+
+
+def test_the_page_on_layouts_names_every_refusal() -> None:
+    page = (
+        (Path(__file__).parents[3] / "docs" / "layouts.md").read_text(encoding="utf-8").split("## What is refused")[1]
+    )
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
+    named = [row.replace("`", "").strip().partition(" (--cuda")[0] for row in rows]
+    assert named[: len(refusals.REFUSALS)] == [refusal.name for refusal in refusals.REFUSALS]
