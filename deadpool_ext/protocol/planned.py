@@ -236,6 +236,8 @@ def undo(job: Job, reason: str) -> None:
         _answer(job, move.request, f"seats {_list(move.seats)} are on {move.spare}, but then {reason}", ok=False)
         _release(job, move)
         return
+    if recovery is not None:
+        recovery.planned = ""  # what follows is the failure's recovery
     job.members.give_back(move.spare, move.node)
     for rank, (generation, process) in move.before.items():
         job.seated_in[rank] = generation
