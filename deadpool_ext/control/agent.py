@@ -13,15 +13,13 @@ import os
 import secrets
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from deadpool_ext.comm.pulse import Pulse
 from deadpool_ext.control import processes
 from deadpool_ext.control.agent_events import (
     AddReplicatorFault,
@@ -37,7 +35,6 @@ from deadpool_ext.control.agent_events import (
     ForkWorkers,
     FreezeReplicator,
     FromCoordinator,
-    FromWorker,
     InspectWorker,
     KillWorker,
     Leave,
@@ -51,7 +48,6 @@ from deadpool_ext.control.agent_events import (
     ToWorker,
     VoidAbove,
     WorkerEnded,
-    WorkerJoined,
 )
 from deadpool_ext.control.agent_faults import Targets, carry_out
 from deadpool_ext.control.agent_state import EXIT_BROKEN, AgentState
@@ -68,9 +64,8 @@ from deadpool_ext.control.gpus import Gpus
 from deadpool_ext.control.health import OomWatch, Surroundings, run_checks
 from deadpool_ext.control.node_memory import NodeMemory
 from deadpool_ext.control.replicator_link import ReplicatorLink
-from deadpool_ext.control.stacks import Stack, StackFile
-from deadpool_ext.control.vitals import Sampler
 from deadpool_ext.control.wire import Connection, WireError, new_secret
+from deadpool_ext.control.worker_links import DELIVERY_DEADLINE_S, WorkerLinks
 from deadpool_ext.protocol.messages import (
     ArenaReady,
     Emit,
@@ -81,11 +76,8 @@ from deadpool_ext.protocol.messages import (
     Inspected,
     Leaving,
     NodeAddress,
-    TakeSeat,
-    Vital,
     Welcome,
     WorkerExited,
-    WorkerHello,
 )
 from deadpool_ext.replication.errors import ArenaMemoryError
 
@@ -93,9 +85,6 @@ EXIT_COORDINATOR_LOST: Final = 3
 TICK_S: Final = 0.1
 RECONNECT_S: Final = 0.1
 DEFAULT_HEARTBEAT_S: Final = 0.5
-DELIVERY_DEADLINE_S: Final = 1.0
-KILL_DEADLINE_S: Final = 10.0
-_PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,24 +101,6 @@ class AgentConfig:
     connect_deadline_s: float = 30.0
 
 
-@dataclass(slots=True)
-class WorkerLink:
-    """The shell's side of a worker: process, connection, and what it shows of itself once it has a seat."""
-
-    pid: int = 0
-    connection: Connection | None = None
-    receiver: asyncio.Task[None] | None = None
-    pulse: Pulse | None = None
-    stack: StackFile | None = None
-
-    def close(self) -> None:
-        """The process is gone."""
-        for shown in (self.pulse, self.stack):
-            if shown is not None:
-                shown.close()
-        self.pulse = self.stack = None
-
-
 class Agent:
     """The shell. Everything runs on one event loop; only the creation of segments runs on a helper thread."""
 
@@ -139,15 +110,13 @@ class Agent:
         self._config = config
         self._fork_server = fork_server
         self._replicator = replicator
-        self._worker_secret = worker_secret
         self._socket_name = f"deadpool-{config.job_id}-{config.node}-{secrets.token_hex(8)}"
         self._memory = NodeMemory()
         self._state = AgentState(config.node, config.workers, self._memory.board.path)
         self._process = secrets.token_hex(8)
-        self._workers: dict[str, WorkerLink] = {}
+        self._workers = WorkerLinks(worker_secret, self._handle)
         self._effects: asyncio.Queue[Effect] = asyncio.Queue()
         self._coordinator: Connection | None = None
-        self._sampler = Sampler()
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking = asyncio.Lock()
@@ -161,7 +130,7 @@ class Agent:
         """Be the node until the job is over; returns the exit code."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopped)
-        server = await asyncio.start_unix_server(self._accept_worker, path=f"\0{self._socket_name}")
+        server = await asyncio.start_unix_server(self._workers.accept, path=f"\0{self._socket_name}")
         loop.add_reader(self._fork_server.fileno(), self._on_fork_server)
         for work in (
             self._carry_out_all(),
@@ -186,8 +155,7 @@ class Agent:
             if self._coordinator is not None:
                 self._coordinator.close()
                 await self._coordinator.wait_closed()
-            for link in self._workers.values():
-                link.close()
+            self._workers.close()
             self._memory.close()
 
     def _end_processes(self) -> None:
@@ -230,18 +198,10 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             if self._coordinator is not None:
-                self._coordinator.send(Heartbeat(node=self._config.node, vitals=self._look()))
+                self._coordinator.send(
+                    Heartbeat(node=self._config.node, vitals=self._workers.look(self._state.seats()))
+                )
             await asyncio.sleep(self._heartbeat_s)
-
-    def _look(self) -> tuple[Vital, ...]:
-        """At every worker that has a seat."""
-        found = []
-        for token, rank in self._state.seats():
-            link = self._workers.get(token)
-            if link is not None and link.pulse is not None:
-                vital = self._sampler.look(token, rank, link.pid, link.pulse)
-                found += [vital] if vital is not None else []
-        return tuple(found)
 
     async def _tick(self) -> None:
         while True:
@@ -289,26 +249,6 @@ class Agent:
 
     # ---- workers ---------------------------------------------------------------------------------------------------
 
-    async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link: WorkerLink | None = None
-        try:
-            pid = _peer_of_same_user(writer.get_extra_info("socket"))
-            connection = await Connection.open(reader, writer, self._worker_secret, client=False)
-            hello = await connection.receive()
-            if not isinstance(hello, WorkerHello) or hello.pid != pid:
-                raise WireError("not a worker")
-            link = self._workers.setdefault(hello.token, WorkerLink())
-            link.pid, link.connection, link.receiver = pid, connection, asyncio.current_task()
-            self._handle(WorkerJoined(token=hello.token, pid=pid, start_ticks=processes.start_ticks(pid)))
-            while True:
-                self._handle(FromWorker(token=hello.token, message=await connection.receive()))
-        except WireError:
-            pass  # its end is reported by the fork server, a stranger is of no interest
-        finally:
-            if link is not None:
-                link.connection = None
-            writer.close()
-
     def _on_fork_server(self) -> None:
         try:
             reports = self._fork_server.reports()
@@ -329,7 +269,7 @@ class Agent:
                     self._leave(EXIT_BROKEN, f"a preload failed: {report.detail}")
                 case Forked():
                     if not self._replicator.forked(report.token, report.pid):
-                        self._workers.setdefault(report.token, WorkerLink()).pid = report.pid
+                        self._workers.forked(report.token, report.pid)
                 case Exited() if report.pid == self._replicator.pid:
                     self._replicator.ended(self._on_replicator)
                     self._handle(ReplicatorEnded(status=report.status))
@@ -337,16 +277,9 @@ class Agent:
                     self._spawn(self._worker_exited(report))
 
     async def _worker_exited(self, report: Exited) -> None:
-        token = next((token for token, link in self._workers.items() if link.pid == report.pid), None)
+        token = await self._workers.ended(report.pid)
         if token is None:
             return
-        link = self._workers[token]
-        if link.receiver is not None:
-            # What it sent before its end comes first. Bounded: a process it started may hold the connection open.
-            await asyncio.wait({link.receiver}, timeout=DELIVERY_DEADLINE_S)
-        del self._workers[token]
-        link.close()
-        self._sampler.forget(token)
         self._kill_orphans()
         starved = report.status == -signal.SIGKILL and self._oom.more()
         self._handle(WorkerEnded(token=token, status=report.status, cause="memory" if starved else ""))
@@ -385,7 +318,7 @@ class Agent:
             case ToCoordinator():
                 self._send(effect.message)
             case ToWorker():
-                self._send_worker(effect.token, effect.message)
+                self._workers.send(effect.token, effect.message)
             case ForkWorkers():
                 with contextlib.suppress(ForkServerError):  # its end is reported on its own
                     self._fork_server.fork_workers(effect.tokens, self._socket_name)
@@ -415,7 +348,7 @@ class Agent:
             case AnnounceArena():
                 path = self._memory.own[effect.rank].path
                 ready = ArenaReady(generation=effect.generation, rank=effect.rank, segment_path=path)
-                self._send_worker(effect.token, ready)
+                self._workers.send(effect.token, ready)
             case SendFenceAck():
                 own, hosted = self._memory.inventory()
                 self._send(
@@ -439,19 +372,11 @@ class Agent:
                 self._leave(effect.code, effect.reason)
 
     async def _kill(self, token: str) -> None:
-        """Stopped processes die of it too. One that does not still has the slots mapped: then this node ends."""
-        link = self._workers.get(token)
-        if link is None or not link.pid:
-            return
-        hit = processes.kill_tree(link.pid)
-        if not await asyncio.to_thread(processes.wait_dead, hit, KILL_DEADLINE_S):
-            self._leave(EXIT_BROKEN, f"a worker (pid {link.pid}) does not die within {KILL_DEADLINE_S:g} s of SIGKILL")
+        if problem := await self._workers.kill(token):
+            self._leave(EXIT_BROKEN, problem)
 
     async def _inspect(self, effect: InspectWorker) -> None:
-        link = self._workers.get(effect.token)
-        stack = Stack(problem="the process is gone")
-        if link is not None and link.stack is not None:
-            stack = await link.stack.ask(link.pid)
+        stack = await self._workers.stack(effect.token)
         self._send(
             Inspected(
                 node=self._config.node,
@@ -484,11 +409,8 @@ class Agent:
                 await self._report_health(0)
 
     async def _carry_out_fault(self, effect: CarryOut) -> None:
-        strike, worker = effect.strike, self._workers.get(effect.token or "")
-        targets = Targets(
-            agent=os.getpid(), worker=worker.pid if worker is not None else 0, replicator=self._replicator.pid
-        )
-        await carry_out(strike, targets, self._memory, self._send_now, self._warn)
+        targets = Targets(agent=os.getpid(), worker=self._workers.pid(effect.token), replicator=self._replicator.pid)
+        await carry_out(effect.strike, targets, self._memory, self._send_now, self._warn)
 
     async def _send_now(self, message: object) -> None:
         """Send, and wait (bounded) until it left: what comes next may end this process."""
@@ -507,14 +429,6 @@ class Agent:
         if self._coordinator is not None:
             self._coordinator.send(message)
 
-    def _send_worker(self, token: str, message: object) -> None:
-        link = self._workers.get(token)
-        if link is not None and link.connection is not None:
-            if isinstance(message, TakeSeat):
-                link.pulse, link.stack = Pulse.create(), StackFile()
-                message = replace(message, pulse_path=link.pulse.path, stack_path=link.stack.path)
-            link.connection.send(message)
-
     def _refuse_memory(self, error: ArenaMemoryError) -> None:
         """The job cannot run here: said as a worker's own error, so that it ends with this line (and is refused)."""
         self._send(
@@ -525,15 +439,6 @@ class Agent:
                 script_error=f"node {self._config.node}: {error}",
             )
         )
-
-
-def _peer_of_same_user(sock: socket.socket) -> int:
-    """Pid at the other end of a unix socket. Raises WireError if it belongs to another user."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
-    if uid != os.getuid():
-        raise WireError(f"a process of user {uid} tried to connect as a worker")
-    return int(pid)
 
 
 def run_agent(config: AgentConfig) -> int:
