@@ -33,6 +33,8 @@ from tests.property.simulated_node import Fault, Node, Worker, slots_of, spec_of
 
 TICK_S = 0.1
 
+RECORDS_KEPT = 3
+
 
 class Cluster:
     def __init__(self, config: CoordinatorConfig, seed: int, faults: list[Fault], iterations: int) -> None:
@@ -48,6 +50,7 @@ class Cluster:
         self.logs: list[Log] = []
         self.steps: list[dict[str, Any]] = []
         self.answers: dict[str, list[m.OperatorAnswer]] = {}  # by request
+        self.before: dict[Version, Version] = {}  # the version that each was computed from
         self.resumed: dict[int, set[Version]] = {}  # generation -> versions that its workers entered training at
         self.actions = 0
         for index in range(config.nodes + config.spares):
@@ -326,8 +329,8 @@ class Cluster:
             rank = worker.rank
             node.say(m.Rebuilt(generation=node.generation, rank=rank, groups=3))
             node.say(m.Restored(generation=node.generation, rank=rank, nbytes=1, params_digest="same"))
-            if rank == self.layout.world_size - 1 and worker.live.v > 0:
-                self.say_step(node, worker.live)
+            if rank == self.layout.world_size - 1:
+                self.repeat_steps(node, worker.live)
 
     def finds_own_slot_bad(self, node: Node, worker: Worker) -> bool:
         """A worker that reads its slot and finds it bad voids it, says so, and waits for another generation."""
@@ -340,6 +343,15 @@ class Cluster:
         node.say(m.Rebuilt(generation=node.generation, rank=rank, groups=3))
         node.say(m.SlotCorrupt(generation=node.generation, rank=rank, version=target, detail="crc32c differs"))
         return True
+
+    def repeat_steps(self, node: Node, version: Version) -> None:
+        """The last records travel with the state: those of a lost process may not have arrived."""
+        kept = [version]
+        while len(kept) < RECORDS_KEPT and kept[-1] in self.before:
+            kept.append(self.before[kept[-1]])
+        for one in reversed(kept):
+            if one.v > 0:
+                self.say_step(node, one)
 
     def say_step(self, node: Node, version: Version) -> None:
         record = {"iteration": version.v, "generation": version.lineage, "lm_loss": 1.0}
@@ -421,7 +433,8 @@ class Cluster:
                 )
             )
             return True
-        worker.live = Version(v=worker.live.v + 1, lineage=node.generation)
+        before, worker.live = worker.live, Version(v=worker.live.v + 1, lineage=node.generation)
+        self.before[worker.live] = before
         worker.moves += 1
         node.own[worker.rank] = node.own[worker.rank][-1:]  # the older slot is being written from now on
         return True
