@@ -20,6 +20,9 @@ from deadpool_ext.protocol.messages import (
 from deadpool_ext.protocol.state import Job, State
 from deadpool_ext.protocol.types import NodeId
 
+#: Cause of an error that another rank's end provoked.
+ECHO = "connection"
+
 
 def on_hello(job: Job, message: Hello, connection: int, now: float) -> None:
     """Admit or refuse a node, in any state; admission never disturbs what is under way."""
@@ -159,7 +162,10 @@ def on_exit_starting(job: Job, node: NodeId, message: WorkerExited, now: float) 
     where = f"the worker of seat {message.rank} on {node}"
     if message.script_error:
         # The error may be the echo of a node's death that is not known yet: give that its time.
-        job.script_error = job.script_error or message.script_error
+        # Of several ranks that raise, those that only lost their connection to another one tell nothing.
+        echo = message.cause == ECHO
+        if not job.script_error or (job.script_error_is_echo and not echo):
+            job.script_error, job.script_error_is_echo = message.script_error, echo
         if not job.timers.running("grace"):
             job.timers.start("grace", now + job.config.deadlines.collective_grace_s)
     elif message.status == 0:

@@ -56,7 +56,8 @@ class Job:
     initial_commits: set[NodeId] = field(default_factory=set)
     seated_in: dict[Rank, int] = field(default_factory=dict)  # generation whose Assign made the seat's process
     exited: set[Rank] = field(default_factory=set)  # processes that ended with status 0
-    script_error: str = ""  # first one in set-up, while its grace runs
+    script_error: str = ""  # in set-up, while its grace runs: the first one that is not an echo of another
+    script_error_is_echo: bool = False
     suspicion: tuple[float, str] | None = None  # (since, what) a collective failed
     recovery: Recovery | None = None
     getting_warm: dict[NodeId, OperatorAnswer] = field(default_factory=dict)  # to be told when it is, by node

@@ -129,7 +129,9 @@ class WorkerExited:
     generation: int
     status: int  # exit code, or minus the signal number
     script_error: str = ""
-    cause: str = ""  # of a script_error: "script", "device" or "memory"; of a kill: "memory" where the kernel did it
+    cause: str = (
+        ""  # of a script_error: "script", "device", "memory", "connection"; of a kill: "memory" where the kernel did it
+    )
     iteration: int | None = None  # the 1-based iteration that was being computed, where known
 
 

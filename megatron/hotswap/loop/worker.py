@@ -88,7 +88,7 @@ class ResilientWorker:
         self.loading = False  # upstream loads a checkpoint
         self.joined_at = 0  # for a newcomer: the region that the survivors are in
         self._facts: dict[str, list[Any]] = {}
-        session.cause_of = cause_of
+        session.cause_of = lambda error: "connection" if is_communication_error(error) else cause_of(error)
         self._alone = session.solo  # a newcomer that builds alone has nothing in flight that a fence could concern
         session.on_fence(self._on_fence)
         session.set_store_host(self._host_store)

@@ -194,6 +194,17 @@ def test_the_script_says_how_many_deaths_are_too_many() -> None:
     assert any(line.startswith("-> n3 Assign g1 seats=[1]") for line in lines)
 
 
+def test_the_error_that_ends_set_up_is_not_the_echo_of_another() -> None:
+    transcript = Transcript()
+    transcript.run("config nodes=2 dp=2")
+    for command in ("n0 Hello", "n1 Hello", "n0 NodeReady", "n1 NodeReady"):
+        transcript.run(command)
+    transcript.run("n1 WorkerExited rank=1 status=1 script_error=connection_closed cause=connection")
+    transcript.run("n0 WorkerExited rank=0 status=1 script_error=the_split_is_empty")
+    transcript.now = 1.0
+    assert transcript.run("tick")[-1] == "exit 1: the split is empty"
+
+
 def test_f5_restarts_without_progress_are_bounded() -> None:
     transcript = in_state(State.RUNNING)
     lines: list[str] = []
