@@ -23,11 +23,13 @@ COMING_AND_GOING = 3
 RESTARTED = 3  # a rank on node n1
 
 
-def assert_flat(curve: Curve, limit_kib: float) -> None:
-    """No process has more threads, descriptors or shared memory in the second half than it had in the first."""
+def assert_flat(curve: Curve, limit_kib: float, settled: set[str]) -> None:
+    """No process has more threads, descriptors or shared memory in the second half than it had in the first, and those
+    that are ``settled`` (there for long) hardly more memory of their own."""
     half = len(curve) // 2
     for name, columns in curve.lasting().items():
-        assert slope(columns["own"]) <= limit_kib, f"{name}: {columns['own']} KiB"
+        if name in settled:
+            assert slope(columns["own"]) <= limit_kib, f"{name}: {columns['own']} KiB"
         for what, slack in (("threads", COMING_AND_GOING), ("files", COMING_AND_GOING), ("shared", 0)):
             numbers = columns[what]
             assert max(numbers[half:]) <= max(numbers[: half + 1]) + slack, f"{name}: {what} {numbers}"
@@ -90,7 +92,8 @@ def test_f7_nothing_grows_with_swaps_and_restarts(
     ended, swapping, restarting = _swapped(jobs, argv, run_dir, swaps, restarts)
     assert_nothing_was_computed_again(ended, swaps, restarts)
     assert len(swapping) == swaps and len(restarting) == restarts
-    names = swapping.lasting()
-    assert {"dp-coordinator", "dp-agent n0", "dp-agent n1", "dp-agent n2", "dp-r0 n0", "dp-r1 n0"} <= set(names)
-    assert_flat(swapping, limit_kib)
-    assert_flat(restarting, limit_kib)
+    settled = set(swapping.lasting())
+    assert {"dp-coordinator", "dp-agent n0", "dp-agent n1", "dp-agent n2", "dp-r0 n0", "dp-r1 n0"} <= settled
+    assert_flat(swapping, limit_kib, settled)
+    # The other worker on the node of the restarts took its seat with the last swap.
+    assert_flat(restarting, limit_kib, settled)
