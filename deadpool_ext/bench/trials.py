@@ -33,6 +33,7 @@ EXPECTED: Final[Mapping[str, str]] = {
 #: Seconds for kinds that last; short against the campaign's deadlines where nothing is to be decided.
 SECONDS: Final[Mapping[str, float]] = {"hold-gil": 1.0, "slow-node": 0.1, "stuck-rank": 600.0}
 PHASES: Final = ("data", "forward", "backward", "grad_sync", "optimizer", "d2h", "gate", "post_step")
+TENSOR_PARALLEL: Final = 2  # of the job that is broken
 FIRST_STEP: Final = 3
 STEPS_APART: Final = 4
 RUN_OUT: Final = 3  # steps after the last fault
@@ -96,6 +97,8 @@ def _spec(kind: str, node: int, step: int, shape: Shape, chance: random.Random) 
     target = FAULT_KINDS[kind].target
     rank = node * shape.ranks_per_node + chance.randrange(shape.ranks_per_node)
     phases = [phase for phase in PHASES if phase != "d2h" or kind not in ("raise-rank", "stuck-rank", "hold-gil")]
+    if target is Target.RANK and rank % TENSOR_PARALLEL:
+        phases.remove("data")  # the first rank of a tensor-parallel group reads the data for all of them
     where = {Target.NODE: f"node={node},", Target.RANK: f"rank={rank},"}.get(target, "")
     lasts = f",seconds={SECONDS[kind]:g}" if kind in SECONDS else ""
     return f"{kind}:{where}step={step},phase={chance.choice(phases)}{lasts}"

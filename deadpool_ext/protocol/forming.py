@@ -149,6 +149,7 @@ def on_spec_starting(job: Job, node: NodeId, message: SpecDeclared, now: float) 
 def on_committed_starting(job: Job, node: NodeId, message: Committed, now: float) -> None:
     """A node saw the initial version committed; when all have, the job can survive losses."""
     job.initial_commits.add(node)
+    job.began_at = message.version.v
     if job.initial_commits.issuperset(job.members.active):
         job.state = State.RUNNING
         job.timers.cancel("setup")

@@ -87,7 +87,7 @@ def limit_s(job: Job, seats: Sequence[Seat], standstill: Standstill) -> float:
     if seat is not None and seat.place in QUIET_PLACES:
         return max(deadlines.hang_max_s, deadlines.stall_s) if seat.place == "save" else deadlines.hang_max_s
     usual = job.vitals.pace.longest_standstill
-    if seat is not None and not job.vitals.looks[seat.rank].iterations:
+    if seat is not None and not job.vitals.looks[seat.rank].iterations and seat.iteration <= job.began_at + 1:
         usual = max(usual, deadlines.hang_s)  # its first iteration: compiling, warming up
     return min(deadlines.hang_max_s, max(deadlines.hang_s, deadlines.hang_factor * usual))
 

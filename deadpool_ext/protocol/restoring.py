@@ -260,6 +260,7 @@ def on_all_restored(job: Job, now: float) -> None:
     recovery.marks.setdefault("rebuilt", now)
     recovery.marks["restored"] = now
     job.state = State.RUNNING
+    job.began_at = recovery.plan.target.v
     job.timers.cancel("rebuild")
     job.timers.cancel("restore")
     job.timers.start("stall", now + job.config.deadlines.stall_s)

@@ -53,6 +53,7 @@ class Job:
     specs: dict[Rank, ShardSpec] = field(default_factory=dict)
     facts: dict[Rank, dict[str, Any]] = field(default_factory=dict)  # by seat, for newcomers to construct alone
     store_opened: bool = False  # generation 0's rendezvous went out
+    began_at: int = 0  # version that the present generation began with: the iteration after it is everybody's first
     initial_commits: set[NodeId] = field(default_factory=set)
     seated_in: dict[Rank, int] = field(default_factory=dict)  # generation whose Assign made the seat's process
     exited: set[Rank] = field(default_factory=set)  # processes that ended with status 0
