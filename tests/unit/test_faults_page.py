@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Not shown by a test of their number yet.
-OPEN = {1, 3, 6, 7, 14, 19, 20}
+#: Not answered by the product yet: the loss of the coordinator, and durable saves that fail.
+OPEN = {3, 14}
 
 
 def test_every_situation_has_tests_of_its_number() -> None:
@@ -16,5 +16,5 @@ def test_every_situation_has_tests_of_its_number() -> None:
     for path in (ROOT / "tests").rglob("test_*.py"):
         for name in re.findall(r"^(?:async )?def test_((?:f\d+_)+)", path.read_text(encoding="utf-8"), re.M):
             named |= {int(number) for number in re.findall(r"f(\d+)_", name)}
-    assert rows - named <= OPEN
+    assert rows - named == OPEN
     assert named <= rows
