@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.jobs import Ended, Job, JobServer
 
 LOOK_AGAIN_S = 0.02
 
@@ -28,3 +31,23 @@ def steps_recorded(run_dir: Path) -> int:
 def send(pid: int, number: int) -> None:
     """Send a signal."""
     os.kill(pid, number)
+
+
+def run_beside(jobs: JobServer, job: Job, orders: Callable[[], None]) -> Ended:
+    """Run a job, and carry out ``orders`` on another thread while it runs; an error there is raised afterwards."""
+    failures: list[BaseException] = []
+
+    def give() -> None:
+        try:
+            orders()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=give)
+    thread.start()
+    try:
+        return jobs.run(job)
+    finally:
+        thread.join()
+        if failures:
+            raise failures[0]

@@ -10,31 +10,10 @@ import pytest
 
 from deadpool_ext.cli.main import run as deadpool
 from tests.integration.hotswap.judging import assert_survivors_kept_their_processes, difference, seats_of
-from tests.integration.hotswap.processes import steps_recorded, until
+from tests.integration.hotswap.processes import run_beside, steps_recorded, until
 from tests.jobs import Ended, Job, JobServer
 
 ITERATIONS = 24
-
-
-def run_beside(jobs: JobServer, job: Job, orders: Callable[[], None]) -> Ended:
-    """Run a job, and give ``orders`` once it trains."""
-    ended: list[Ended] = []
-    failures: list[BaseException] = []
-
-    def give() -> None:
-        try:
-            until(lambda: steps_recorded(job.run_dir) >= 2, "two steps")
-            orders()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=give)
-    thread.start()
-    ended.append(jobs.run(job))
-    thread.join()
-    if failures:
-        raise failures[0]
-    return ended[0]
 
 
 def test_swapped_to_and_fro_and_drained(
@@ -46,6 +25,7 @@ def test_swapped_to_and_fro_and_drained(
 ) -> None:
     def orders() -> None:
         place = str(run_dir)
+        until(lambda: steps_recorded(run_dir) >= 2, "two steps")
         assert deadpool(["swap", place, "--node", "n4"]) == 2  # a spare has nothing to give
         assert deadpool(["swap", place, "--node", "n3", "--to", "n2"]) == 2
         assert deadpool(["swap", place, "--node", "n3"]) == 0
@@ -83,6 +63,7 @@ def test_a_node_dies_while_a_spare_prepares_for_another(
 
     def orders() -> None:
         place = str(run_dir)
+        until(lambda: steps_recorded(run_dir) >= 2, "two steps")
         asked = threading.Thread(target=lambda: codes.append(deadpool(["swap", place, "--node", "n3"])))
         asked.start()
         until(lambda: "swap_begun" in (run_dir / "events.jsonl").read_text(), "a swap")

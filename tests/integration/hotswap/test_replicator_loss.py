@@ -4,28 +4,15 @@ again."""
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from deadpool_ext.control.agent_replicator import DEATH_LIMIT
 from tests.integration.hotswap.judging import assert_recovered, assert_survivors_kept_their_processes, seats_of
-from tests.integration.hotswap.processes import send, steps_recorded, until
+from tests.integration.hotswap.processes import run_beside, send, steps_recorded, until
 from tests.jobs import Ended, Job, JobServer
 
 ITERATIONS = 10
-
-
-def run_beside(jobs: JobServer, job: Job, strike: Callable[[], None]) -> Ended:
-    """Run a job, and ``strike`` while it runs."""
-    result: list[Ended] = []
-    thread = threading.Thread(target=lambda: result.append(jobs.run(job)))
-    thread.start()
-    try:
-        strike()
-    finally:
-        thread.join()
-    return result[0]
 
 
 def kill_replicator(jobs: JobServer, node: str) -> None:
