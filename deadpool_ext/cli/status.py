@@ -65,8 +65,12 @@ def read_status(directory: Path, events: int) -> RunStatus:
         status = json.loads((directory / STATUS).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UsageError(f"{directory}: no {STATUS} there: no run directory, or the job has not begun") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{directory / STATUS}: {error}") from error
+    except NotADirectoryError as error:
+        raise UsageError(f"{directory} is a file, no run directory") from error
+    except ValueError as error:
+        raise UsageError(f"{directory / STATUS} is damaged ({error})") from error
+    except OSError as error:
+        raise UsageError(f"{directory / STATUS}: {error.strerror or error}") from error
     steps = _tail(directory / STEPS)
     records = _tail(directory / EVENTS)
     recent = [record for record in records if record.get("event") != "step"]

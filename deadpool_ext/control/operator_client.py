@@ -81,6 +81,8 @@ def whereabouts(run_dir: Path) -> tuple[str, int, bytes]:
         if (run_dir / EVENTS).exists():
             raise UsageError(f"{run_dir}: the job is over") from None
         raise UsageError(f"{run_dir}: no run directory of a protected job, or it has not begun") from None
+    except NotADirectoryError:
+        raise UsageError(f"{run_dir} is a file, no run directory") from None
     except PermissionError:
         raise UsageError(f"{path}: only the user who started the job may ask it") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
