@@ -27,6 +27,13 @@ else:
 PY
 }
 
+# The interpreter that $1 comes from where it belongs to an environment: ours may be about to be made anew, and is
+# often the activated one.
+_dp_base_python() {
+    "$1" -c 'import sys; print(sys._base_executable if sys.prefix != sys.base_prefix else "")' 2>/dev/null | grep . ||
+        echo "$1"
+}
+
 # Every interpreter worth a look, best first. A python3.12 on PATH may be a version manager's shim that only fails.
 _dp_python_candidates() {
     local home=${HOME:-/nonexistent}
@@ -42,13 +49,13 @@ _dp_find_python() {
     if [ -n "${PYTHON:-}" ]; then
         problem=$(_dp_python_problem "$PYTHON")
         [ -z "$problem" ] || _dp_die "PYTHON=$PYTHON $problem; Python 3.12 is needed"
-        type -P "$PYTHON"
+        _dp_base_python "$(type -P "$PYTHON")"
         return
     fi
     while IFS= read -r candidate; do
         problem=$(_dp_python_problem "$candidate")
         if [ -z "$problem" ]; then
-            echo "$candidate"
+            _dp_base_python "$candidate"
             return
         fi
         case $problem in has*) nearly="; $candidate $problem" ;; esac

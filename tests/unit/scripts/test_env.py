@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+BASE = sys._base_executable  # type: ignore[attr-defined]
 
 
 def find_python(home: Path, path: list[Path], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -30,8 +31,8 @@ def executable(path: Path, script: str) -> Path:
 
 
 def works(path: Path) -> Path:
-    """An interpreter in disguise: this one, started by a script."""
-    return executable(path, f'exec {sys.executable} "$@"')
+    """An interpreter in disguise: the one that this environment was made from, started by a script."""
+    return executable(path, f'exec {BASE} "$@"')
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,16 @@ def test_the_users_choice_wins_and_is_not_second_guessed(tmp_path: Path) -> None
     wrong = find_python(tmp_path, [tmp_path / "bin"], PYTHON=str(tmp_path / "none"))
     assert wrong.returncode == 2
     assert wrong.stderr == f"deadpool: PYTHON={tmp_path / 'none'} does not run; Python 3.12 is needed\n"
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_an_activated_environment_is_not_what_the_next_one_is_made_from(tmp_path: Path, chosen: bool) -> None:
+    """It may be the very one that is deleted and made anew."""
+    here = Path(sys.executable)
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("these tests do not run in an environment")
+    found = find_python(tmp_path, [here.parent], **({"PYTHON": str(here)} if chosen else {}))
+    assert found.stdout.split() == [BASE], found.stderr
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path) -> None:
