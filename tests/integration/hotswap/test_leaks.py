@@ -21,16 +21,21 @@ SETTLED_KIB = 256.0
 #: bounded pool. A generation that is not let go of costs 30 threads and 40 descriptors, each time.
 COMING_AND_GOING = 3
 RESTARTED = 3  # a rank on node n1
+#: What gloo keeps of a group in which an operation got lost, until the operation's own time limit
+#: (``--distributed-timeout-minutes``): a device (listener, epoll, a pipe's two ends) and the connection. Once in some
+#: twenty restarts, with a warning each time; gloo cannot be told to let go.
+DESCRIPTORS_OF_A_LOST_OPERATION = 5
 
 
-def assert_flat(curve: Curve, limit_kib: float, settled: set[str]) -> None:
+def assert_flat(curve: Curve, limit_kib: float, settled: set[str], lost: int = 0) -> None:
     """No process has more threads, descriptors or shared memory in the second half than it had in the first, and those
-    that are ``settled`` (there for long) hardly more memory of their own."""
+    that are ``settled`` (there for long) hardly more memory of their own. ``lost``: operations that gloo lost."""
+    coming = COMING_AND_GOING + DESCRIPTORS_OF_A_LOST_OPERATION * lost
     half = len(curve) // 2
     for name, columns in curve.lasting().items():
         if name in settled:
             assert slope(columns["own"]) <= limit_kib, f"{name}: {columns['own']} KiB"
-        for what, slack in (("threads", COMING_AND_GOING), ("files", COMING_AND_GOING), ("shared", 0)):
+        for what, slack in (("threads", coming), ("files", coming), ("shared", 0)):
             numbers = columns[what]
             assert max(numbers[half:]) <= max(numbers[: half + 1]) + slack, f"{name}: {what} {numbers}"
 
@@ -105,4 +110,5 @@ def test_f7_nothing_grows_with_swaps_and_restarts(
     assert {"dp-coordinator", "dp-agent n0", "dp-agent n1", "dp-agent n2", "dp-r0 n0", "dp-r1 n0"} <= settled
     assert_flat(swapping, limit_kib, settled)
     # The other worker on the node of the restarts took its seat with the last swap.
-    assert_flat(restarting, limit_kib, settled)
+    lost = sum("gloo lost" in warning["reason"] for warning in ended.events("warning") if warning.get("reason"))
+    assert_flat(restarting, limit_kib, settled, lost)
