@@ -1,4 +1,5 @@
-// Python module deadpool_ext._native: checksums and atomic words in shared memory. Knows CPython only.
+// Python module deadpool_ext._native: checksums, a pool of copying threads, and atomic words in shared
+// memory. Knows CPython only.
 //
 // Atomic words live in a writable buffer (an mmap of a memfd) at naturally aligned offsets; loads acquire, stores
 // release, read-modify-write operations do both. The memory may be shared with processes that die at any instruction.
@@ -7,6 +8,7 @@
 
 #include <cstdint>
 
+#include "copy_type.hpp"
 #include "crc32c.hpp"
 
 namespace {
@@ -215,4 +217,11 @@ PyModuleDef module = {
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__native() {
+  PyObject* made = PyModule_Create(&module);
+  if (made != nullptr && add_copy_types(made) < 0) {
+    Py_DECREF(made);
+    return nullptr;
+  }
+  return made;
+}
